@@ -1,5 +1,7 @@
 """Values of the ready process rewards."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,6 +87,43 @@ def test_letters_of_a_script_that_nobody_wrote_before_cost_their_share():
         completion("42"),
     )
     assert language_mixing(played) == [-0.4, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\boxed{x=2}",
+        r"\boxed{\frac{ab}{\sqrt{cd}} \text{ cm}}",
+        r"\textbf{5}",
+        r"$ab = \sin(cd)$",
+        r"$$ab$$ \(cd\) \[ef\]",
+        "\\begin{align*}\nab &= cd\n\\end{align*}",
+        "\u8bbex\u4e3a2, y = 3x",
+    ],
+)
+def test_mathematics_is_no_language(text):
+    """Nor does that of the question allow its letters."""
+    chinese = "\u6c42$ab$\u7684\u503c, \\frac12 x"
+    assert language_mixing(episode(completion(text, before=user(chinese)))) == [0.0]
+    (value,) = language_mixing(episode(completion(f"{text} yes", before=user(chinese))))
+    assert value < 0
+
+
+def test_what_lies_between_two_prices_or_is_not_closed_is_no_mathematics():
+    before = user("\u597d")
+    texts = ("$5 yes $6", "$ yes $", r"\( yes", r"\boxed{yes", "$yes")
+    values = [language_mixing(episode(completion(text, before=before))) for text in texts]
+    assert values == [[-1.0]] * len(texts)
+
+
+@pytest.mark.parametrize(
+    "part", [r"\(", r"\[", r"\begin{align}", r"\boxed{", "$", "$a", "$$a", "{"]
+)
+def test_a_hostile_text_is_read_in_little_time(part):
+    text = (r"\boxed{" + part * 100_000)[:200_000]
+    began_s = time.process_time()
+    language_mixing(episode(completion(text)))
+    assert time.process_time() - began_s < 2
 
 
 def test_what_the_policy_wrote_itself_allows_it_nothing():

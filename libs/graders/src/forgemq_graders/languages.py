@@ -1,5 +1,6 @@
 """A process reward against answers that slip into another script."""
 
+import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -18,6 +19,21 @@ _SCRIPTS = frozenset(
 )
 _KANA = frozenset({"HIRAGANA", "KATAKANA"})
 _JAPANESE = _KANA | {"CJK"}
+_DISPLAYS = "equation|align|gather|multline"
+_MATHEMATICS = re.compile(
+    r"\$\$[^$]+\$\$"
+    r"|\$(?=\S)[^$\n]+(?<=\S)\$(?!\d)"  # Not the text between two prices.
+    r"|\\\((?:(?!\\[()]).)+\\\)"
+    r"|\\\[(?:(?!\\[\[\]]).)+\\\]"
+    rf"|\\begin\{{({_DISPLAYS})(\*?)\}}(?:(?!\\begin\{{(?:{_DISPLAYS})\*?\}}).)+?\\end\{{\1\2\}}"
+    r"|\\boxed\s*\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
+    r"|\\[A-Za-z]+"  # Any command outside of it.
+    r"|(?<![A-Za-z\u00c0-\u024f])[A-Za-z](?![A-Za-z\u00c0-\u024f])",  # The name of a variable.
+    re.DOTALL,
+)
+"""What is written in Latin letters in all languages. A part that begins again before its end is not
+taken, so that a text with many beginnings is read once."""
+
 _CACHED_CHARACTERS = 16_384
 """More than the letters of any few languages; a name is looked up once for each."""
 
@@ -27,6 +43,8 @@ def language_mixing(episode: GradingEpisode) -> Sequence[float]:
 
     What was written to it are the messages of system, user and tools so far; what the policy itself
     wrote is not. Kana stands for all scripts of Japanese. 0 for a completion without letters.
+    Mathematics, commands of LaTeX and Latin letters that stand alone count for nothing, in what was
+    written to it too.
     Source: language consistency, DeepSeek-R1, arXiv 2501.12948 section 2.3.2; differs: by script,
     so that two languages of one script are not told apart.
     """
@@ -61,8 +79,8 @@ def _is_text(part: object) -> bool:
 
 
 def _scripts(text: str) -> Iterator[str]:
-    """The script of each letter that has one of `_SCRIPTS`."""
-    for character in text:
+    """The script of each letter that has one of `_SCRIPTS`, without those of mathematics."""
+    for character in _MATHEMATICS.sub(" ", text):
         if character.isalpha() and (script := _script(character)):
             yield script
 
