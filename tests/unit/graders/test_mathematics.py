@@ -34,6 +34,27 @@ async def test_answers_are_compared_by_what_they_mean(mathematics):
     assert found == [is_equal for *_, is_equal in CASES]
 
 
+ORDER = [
+    ("The final answer is 5. \\boxed{4}", "4"),
+    ("\\boxed{4}. The final answer is 5", "5"),
+    ("\\boxed{4}. The answer is 5, so $6$", "4"),
+    ("$3$. The answer is 4. No, 5", "4"),
+    ("$3$, 4, $5$, then 6", "6"),
+    ("\\boxed{4}, or \\boxed{5}", "\\{4, 5\\}"),
+    ("\\boxed{5\\text{ m}}", "5\\text{ cm}"),
+    ("\\boxed{50\\%}", "50"),
+    ("\\boxed{50\\%}", "0.5"),
+]
+"""Answers with several expressions, and what they say in the end."""
+
+
+@pytest.mark.slow
+async def test_of_several_expressions_the_readme_says_which_counts(mathematics):
+    assert [await mathematics.is_equal(answer, gold) for answer, gold in ORDER] == [True] * len(
+        ORDER
+    )
+
+
 @pytest.mark.slow
 async def test_a_right_answer_that_cannot_be_read_is_an_error_and_not_a_wrong_answer(mathematics):
     with pytest.raises(GoldAnswerError, match="the right answer ''"):

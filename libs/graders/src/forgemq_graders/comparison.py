@@ -25,7 +25,7 @@ CPU_S_MAX = 120
 
 
 class AnswerPair(Struct, frozen=True, kw_only=True):
-    """Asks whether the answer's last expression equals the right one."""
+    """Asks whether what the answer says in the end equals the right one."""
 
     answer: str
     gold: str

@@ -43,9 +43,12 @@ class Mathematics:
         self._turn = asyncio.Lock()
 
     async def is_equal(self, answer: str, gold: str) -> bool:
-        """Whether the last expression of the answer equals the right one.
+        """Whether what the answer says in the end equals the right one.
 
-        False if the answer has no expression, or its comparison reaches a limit.
+        That is what math-verify takes, the last of the first kind that is there: a box, or what
+        follows "final answer is"; what follows the word "answer" within 50 characters; LaTeX or a
+        number. Several boxes are one set. Units are dropped, and a percent sign may be: 50% equals
+        50 and 0.5. False if the answer has no expression, or its comparison reaches a limit.
 
         Args:
             answer: Only its last 4,096 characters are read; LaTeX in $ or a box, or a number.
