@@ -81,8 +81,10 @@ def docker(tmp_path: Path) -> Docker:
 def play(tmp_path: Path) -> BlackBox:
     """The recipe's agent."""
     assert missing("mini_swe_agent") == ""
-    tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text(json.dumps(TASK))
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    (tasks / "train.jsonl").write_text(json.dumps(TASK))
+    (tasks / "test.jsonl").write_text(json.dumps([TASK]))
     files = (f"queues.coding.{name}={tasks}" for name in ("task_file", "held_out_file"))
     agent = load_domains(run_of("coding.toml", *files, "evaluation.tasks=1"))["coding"].play
     assert isinstance(agent, BlackBox)

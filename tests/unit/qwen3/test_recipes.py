@@ -138,14 +138,11 @@ async def test_right_and_wrong_answers_are_graded_by_the_recipes_rewards(
 
 
 async def test_the_submitted_program_is_run_against_the_tests_of_its_row(tmp_path: Path):
-    file = tmp_path / "coding.jsonl"
-    Dataset.from_list(PROGRAMS).to_json(file)
-    run = run_of(
-        "coding.toml",
-        f"queues.coding.task_file={file}",
-        f"queues.coding.held_out_file={file}",
-        "evaluation.tasks=1",
-    )
+    held_out = [{**PROGRAMS[0], "question": "Double it."}]
+    for split, rows in (("train", PROGRAMS), ("test", held_out)):
+        Dataset.from_list(rows).to_json(tmp_path / f"{split}.jsonl")
+    files = (f"queues.coding.{name}={tmp_path}" for name in ("task_file", "held_out_file"))
+    run = run_of("coding.toml", *files, "evaluation.tasks=1")
     task = load_domains(run)["coding"].task_source(0, "coding", 0)
     from qwen3_recipe.coding import outcome  # On the path of the run file.
 
