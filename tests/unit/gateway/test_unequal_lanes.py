@@ -178,3 +178,25 @@ def test_a_lane_that_was_not_measured_counts_as_the_others(load: EngineLoad | No
     lanes.enter(1, 1)
     lanes.enter(1, 1)
     assert chosen(lanes, tokens=500) == 0
+
+
+def test_a_heartbeat_without_a_load_leaves_the_queue_as_it_was_until_all_is_answered() -> None:
+    """What the first lane has to read takes 12.5 s."""
+    lanes = lanes_with(FAST, FAST)
+    lanes.enter(0, 1, uncached_tokens=100_000)
+    lanes.enter(1, 1)
+    assert chosen(lanes, tokens=100) == 1
+    lanes.report(heartbeat(0, None), heard_s=0.0)
+    assert chosen(lanes, tokens=100) == 1
+    lanes.leave(0, 1)
+    lanes.report(heartbeat(0, None), heard_s=0.0)
+    assert chosen(lanes, tokens=100) == 0
+
+
+def test_a_heartbeat_with_a_load_replaces_what_the_lane_was_given_before() -> None:
+    lanes = lanes_with(FAST, FAST)
+    lanes.enter(0, 1, uncached_tokens=100_000)
+    lanes.enter(1, 1)
+    lanes.enter(1, 1)
+    lanes.report(heartbeat(0, FAST), heard_s=0.0)
+    assert chosen(lanes, tokens=100) == 0

@@ -81,12 +81,19 @@ class OutputLength:
 
 
 def take_load(work: LaneWork, load: EngineLoad | None) -> None:
-    """Take what a heartbeat says; what was given to the lane before is in it."""
-    work.unread_tokens = 0
-    if load is not None:
-        work.rates = rates_of(load) or work.rates
-        work.unread_tokens = load.waiting_tokens
-        work.used_tokens, work.capacity_tokens = load.used_tokens, load.capacity_tokens
+    """Take what a heartbeat says; what was given to the lane before is in its load.
+
+    A heartbeat without a load says nothing of the queue. Then a lane has read all that it was given
+    once it has answered all, so that what counts as unread of a lane that never says does not grow
+    without end.
+    """
+    if load is None:
+        if not work.in_flight:
+            work.unread_tokens = 0
+        return
+    work.rates = rates_of(load) or work.rates
+    work.unread_tokens = load.waiting_tokens
+    work.used_tokens, work.capacity_tokens = load.used_tokens, load.capacity_tokens
 
 
 def rates_of(load: EngineLoad | None) -> Rates | None:
