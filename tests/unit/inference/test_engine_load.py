@@ -31,6 +31,7 @@ def test_before_anything_was_done_there_are_no_rates() -> None:
 
 
 def test_rates_are_those_since_the_oldest_counters_that_are_kept() -> None:
+    """The engine becomes twice as fast; what a request adds is the same part of a step."""
     meter = EngineMeter()
     meter.observe(
         EngineCounters(
@@ -43,12 +44,12 @@ def test_rates_are_those_since_the_oldest_counters_that_are_kept() -> None:
         EngineCounters(
             total_prefill_uncached_tokens=5000,
             total_prefill_busy_us=1_500_000,
-            decode_moments=moments(*line(1, 2), *[(b, 5_000.0 + 500.0 * b) for b in (4, 8, 16)]),
+            decode_moments=moments(*line(1, 2), *[(b, us / 2) for b, us in line(4, 8, 16)]),
         )
     )
     assert load.prefill_tokens_per_s == pytest.approx(8000)
     assert load.step_s == pytest.approx(0.005)
-    assert load.step_added_s == pytest.approx(0.0005)
+    assert load.step_added_s == pytest.approx(0.001)
 
 
 def test_an_engine_that_is_idle_has_the_rates_of_its_past() -> None:

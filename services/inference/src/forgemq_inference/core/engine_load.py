@@ -1,7 +1,8 @@
 """How fast an engine is at the moment and how much it has to do, from its own counters.
 
 SGLang counts since its start: tokens read and the time that took, and of every decoding step its
-requests and its time. The differences over the last minute say how fast it is now.
+requests and its time. The differences over the last minute say how fast it is now; what a request
+adds to a step follows from the engine's life (added_share.py).
 """
 
 from collections import deque
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from forgemq_contracts.weights import EngineLoad
+from forgemq_inference.core.added_share import AddedShare, DecodeSums
 
 # As many as there are heartbeats in a minute: long enough to have seen both kinds of step, short
 # enough to follow contexts that grow.
@@ -56,14 +58,18 @@ class EngineMeter:
 
     def __init__(self) -> None:
         self._seen: deque[EngineCounters] = deque(maxlen=_KEPT)
+        self._share = AddedShare()
 
     def observe(self, now: EngineCounters) -> EngineLoad:
         """The load after these counters; 0 for a rate that nothing says anything about yet."""
         if self._seen and _is_another_start(self._seen[-1], now):
             self._seen.clear()
+            self._share = AddedShare()
         since = self._seen[0] if self._seen else EngineCounters()
+        newest = self._seen[-1] if self._seen else EngineCounters()
         self._seen.append(now)
-        step_s, step_added_s = _step_s(since, now)
+        self._share.note(_decode_sums(now).since(_decode_sums(newest)))
+        step_s, step_added_s = _step_s(since, now, added_share=self._share.value)
         return EngineLoad(
             prefill_tokens_per_s=_prefill_rate(since, now),
             step_s=step_s,
@@ -89,33 +95,35 @@ def _prefill_rate(since: EngineCounters, now: EngineCounters) -> float:
     return tokens * _MICROSECONDS / busy_us if busy_us > 0 else 0.0
 
 
-def _step_s(since: EngineCounters, now: EngineCounters) -> tuple[float, float]:
-    """Seconds of a decoding step without requests, and what each of them adds: a straight line."""
-    sums = now.decode_moments
-    if not sums:
+def _step_s(
+    since: EngineCounters, now: EngineCounters, *, added_share: float
+) -> tuple[float, float]:
+    """Seconds of a decoding step without requests, and what each of them adds.
+
+    The mean step is that of late, or since the engine's start if there was none.
+    """
+    sums = _decode_sums(now)
+    if not sums.steps:
         return 0.0, 0.0
-    before = since.decode_moments
-    if before and sums[0] > before[0]:
-        sums = [new - old for new, old in zip(sums, before, strict=True)]
-    steps, requests, time_us, squares, products = sums[:5]
-    spread = steps * squares - requests * requests
-    added_us = (steps * products - requests * time_us) / spread if spread > 0 else 0.0
-    # A larger batch is never faster: what looks so is noise of few steps.
-    added_us = max(0.0, added_us)
-    mean_us = time_us / steps
-    return (
-        max(0.0, mean_us - added_us * requests / steps) / _MICROSECONDS,
-        min(added_us, mean_us * steps / requests) / _MICROSECONDS,
-    )
+    if sums.steps > _decode_sums(since).steps:
+        sums = sums.since(_decode_sums(since))
+    others = sums.requests / sums.steps - 1
+    of_one_s = sums.time_us / sums.steps / (1 + added_share * others) / _MICROSECONDS
+    return of_one_s * (1 - added_share), of_one_s * added_share
+
+
+def _decode_sums(counters: EngineCounters) -> DecodeSums:
+    return DecodeSums(*(counters.decode_moments or ())[:5])
 
 
 def alone_s(engine_s: float, *, batch: float, load: EngineLoad | None) -> float:
     """What a request's time in the engine would have been without the others beside it, seconds.
 
     A decoding step of b requests takes step_s + b * step_added_s, which the engine's own counters
-    measure. So the time is that of a step of one request over that of a step of the mean batch;
-    the reading of its context, which waits for the same steps, is scaled alike. Never more than
-    `engine_s`; the same if the engine was not measured.
+    measure; other work on the machine slows both, and leaves their ratio as it is. So the time is
+    that of a step of one request over that of a step of the mean batch; the reading of its context,
+    which waits for the same steps, is scaled alike. Never more than `engine_s`; the same if the
+    engine was not measured.
 
     Args:
         engine_s: Measured, without pauses and queueing.
