@@ -9,11 +9,14 @@ demo's model.
 
 `step_to_served_s` is from a step's end, with its file written, until the last engine serves it;
 `broadcast_step_to_served_s` and `shared_step_to_served_s` the same by broadcast. `transfer_s` is
-until the last lane has all files, `pause_s` the longest pause of an engine, and
-`pause_over_transfer` their ratio. `bytes_sent_over_one_lane` is what the trainer sends by relay
-over the bytes of one copy, and `shared_bytes_sent_over_one_lane` what this process writes for a
-version through the one group, by the kernel's count: Gloo's root sends a copy for each level of a
-binomial tree. `shared_form_s` is how long the group takes to form, while the engines generate.
+until the last lane has all files, `pause_s` the longest pause of an engine by relay, and
+`pause_over_transfer` their ratio. `pause_over_broadcast` compares `pause_s` with the pause by
+broadcast in the same rounds, and `shared_pause_over_broadcast` the one through the group of all
+lanes: a broadcast is nearly all pause, so that its own ratio to the transfer says nothing.
+`bytes_sent_over_one_lane` is what the trainer sends by relay over the bytes of one copy, and
+`shared_bytes_sent_over_one_lane` what this process writes for a version through the one group, by
+the kernel's count: Gloo's root sends a copy for each level of a binomial tree. `shared_form_s` is
+how long the group takes to form, while the engines generate.
 
     make load NAME=weight_update JSON=weight_update.json      # 15 minutes on two cores
 """
@@ -75,17 +78,11 @@ async def measure_engines(measurement: Measurement, cases: Sequence[int], folder
                 async with _generating(engines):
                     shared.append(await trainer.broadcast_to_all(lanes[:count]))
             name = f"engines_{count}"
-            _shared_rows(measurement, name, shared, size_bytes=trainer.size_bytes, form_s=form_s)
+            measurement.row(name, "shared_form_s", form_s, "s")
             _rows(measurement, name, relays, size_bytes=trainer.size_bytes)
-            pause_s = statistics.median(each.pause_s for each in relays)
-            transfer_s = statistics.median(each.transfer_s for each in relays)
-            measurement.row(name, "pause_s", pause_s, "s")
-            measurement.row(name, "pause_over_transfer", pause_s / transfer_s, "x")
-            for metric, values in (
-                ("broadcast_step_to_served_s", [each.served_s for each in broadcasts]),
-                ("broadcast_pause_s", [each.pause_s for each in broadcasts]),
-            ):
-                measurement.row(name, metric, statistics.median(values), "s")
+            pause_rows(measurement, name, relays=relays, broadcasts=broadcasts, shared=shared)
+            sent = statistics.median(each.sent_bytes for each in shared) / trainer.size_bytes
+            measurement.row(name, "shared_bytes_sent_over_one_lane", sent, "x")
         trainer.broadcasts.close()
         trainer.shared.close()
         for lane in lanes:
@@ -122,22 +119,31 @@ def _rows(
     measurement.row(name, "transfer_s", transfer_s, "s")
 
 
-def _shared_rows(
+def pause_rows(
     measurement: Measurement,
     name: str,
-    updates: Sequence[Update],
     *,
-    size_bytes: int,
-    form_s: float,
+    relays: Sequence[Update],
+    broadcasts: Sequence[Update],
+    shared: Sequence[Update],
 ) -> None:
-    pause_s = statistics.median(each.pause_s for each in updates)
-    served_s = statistics.median(each.served_s for each in updates)
-    sent = statistics.median(each.sent_bytes for each in updates)
-    measurement.row(name, "shared_form_s", form_s, "s")
-    measurement.row(name, "shared_step_to_served_s", served_s, "s")
-    measurement.row(name, "shared_pause_s", pause_s, "s")
-    measurement.row(name, "shared_pause_over_transfer", pause_s / served_s, "x")
-    measurement.row(name, "shared_bytes_sent_over_one_lane", sent / size_bytes, "x")
+    """Rows of the pauses and of the time until a version is served, by each of the three ways."""
+    pause_s, broadcast_pause_s, shared_pause_s = (
+        statistics.median(each.pause_s for each in updates)
+        for updates in (relays, broadcasts, shared)
+    )
+    transfer_s = statistics.median(each.transfer_s for each in relays)
+    broadcast_s = statistics.median(each.served_s for each in broadcasts)
+    shared_s = statistics.median(each.served_s for each in shared)
+    measurement.row(name, "pause_s", pause_s, "s")
+    measurement.row(name, "pause_over_transfer", pause_s / transfer_s, "x")
+    measurement.row(name, "pause_over_broadcast", pause_s / broadcast_pause_s, "x")
+    measurement.row(name, "broadcast_step_to_served_s", broadcast_s, "s")
+    measurement.row(name, "broadcast_pause_s", broadcast_pause_s, "s")
+    measurement.row(name, "shared_step_to_served_s", shared_s, "s")
+    measurement.row(name, "shared_pause_s", shared_pause_s, "s")
+    ratio = shared_pause_s / broadcast_pause_s
+    measurement.row(name, "shared_pause_over_broadcast", ratio, "x")
 
 
 @asynccontextmanager
