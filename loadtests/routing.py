@@ -8,7 +8,8 @@ policy (`routing_policies.py`); the gateway's is its own code, with the heartbea
 quarter, and one stands still for 30 s. `with_pool`: as the first, with a pool of 60,000 tokens a
 second for each turn that fetches. `failing_lane`: one engine answers every turn with an error, at
 once, from 60 s to 240 s. `stalled_lane`: one stands still from 60 s to 120 s. `late_weights`: as
-`frequent_updates`, and two engines load each version 30 s after the others. `make load
+`frequent_updates`, and two engines load each version 30 s after the others. `restarted_lane`: one
+engine dies at 60, 180 and 300 s with all that it has, and is up again 30 s later. `make load
 NAME=routing`; `--traces FILE` plays those of a real run
 (`python loadtests/routing_trace.py RUN FILE`), and `--speed` makes all engines slower or faster: a
 run with short contexts is over on fast ones before weights are updated or an engine stands still.
@@ -53,6 +54,8 @@ class Fleet(Struct, frozen=True, kw_only=True):
         update_every_s: Between two versions of the weights.
         stalls: (engine, from, until) in seconds.
         failures: (engine, from, until) in seconds: what it is given then fails at once.
+        restarts: (engine, from, until) in seconds: it is down, and then has no cache and a new
+            epoch.
         late_s: By engine: so long after the others it loads new weights.
         pool_tokens_per_s: Rate of a pool that all engines share; None: there is no pool.
     """
@@ -61,6 +64,7 @@ class Fleet(Struct, frozen=True, kw_only=True):
     update_every_s: float = 240.0
     stalls: tuple[tuple[int, float, float], ...] = ()
     failures: tuple[tuple[int, float, float], ...] = ()
+    restarts: tuple[tuple[int, float, float], ...] = ()
     late_s: tuple[float, ...] = (0.0,) * _ENGINES
     pool_tokens_per_s: float | None = None
 
@@ -75,6 +79,7 @@ CASES = {
     "failing_lane": Fleet(failures=((0, 60.0, 240.0),)),
     "stalled_lane": Fleet(stalls=((0, 60.0, 120.0),)),
     "late_weights": Fleet(update_every_s=60.0, late_s=(30.0, 30.0) + (0.0,) * (_ENGINES - 2)),
+    "restarted_lane": Fleet(restarts=((0, 60.0, 90.0), (0, 180.0, 210.0), (0, 300.0, 330.0))),
 }
 
 
@@ -115,6 +120,9 @@ class Simulation:
         self._at(self._fleet.update_every_s, partial(self._update, 1))
         for engine, begin_s, end_s in self._fleet.stalls:
             self._at(begin_s, partial(self._stall, engine, end_s))
+        for engine, begin_s, end_s in self._fleet.restarts:
+            self._at(begin_s, partial(self._die, engine))
+            self._at(end_s, partial(self._start, engine))
         for _ in range(_EPISODES_AT_ONCE):
             self._begin()
         while self._open:
@@ -153,6 +161,14 @@ class Simulation:
     def _stall(self, engine: int, end_s: float) -> None:
         self._engines[engine].stalled_until_s = end_s
 
+    def _die(self, number: int) -> None:
+        for work in self._engines[number].die(now_s=self._now_s):
+            self._lose(work, number)
+
+    def _start(self, number: int) -> None:
+        self._engines[number].start()
+        self._policy.note_report(self._engines, now_s=self._now_s)
+
     def _begin(self) -> None:
         number, trace = next(self._todo, (0, None))
         if trace is not None:
@@ -188,6 +204,9 @@ class Simulation:
         ):
             self._at(self._now_s + _ERROR_S, partial(self._fail, work, engine))
             return
+        if self._engines[engine].down_since_s is not None:
+            self._lose(work, engine)
+            return
         self._engines[engine].take(work)
         self._cached += work.cached_tokens
         self._asked += work.context_tokens
@@ -195,9 +214,15 @@ class Simulation:
             self._at(work.ready_s, partial(self._work_on, engine))
         self._work_on(engine)
 
-    def _fail(self, work: Work, engine: int) -> None:
+    def _lose(self, work: Work, engine: int) -> None:
+        """Give a turn of a dead engine out again, from its beginning, once the router knows."""
+        work.ready_s, work.sampled_tokens = 0.0, 0
+        known_s = max(self._now_s + _ERROR_S, self._policy.noticed_s(engine))
+        self._at(known_s, partial(self._fail, work, engine, is_lost=True))
+
+    def _fail(self, work: Work, engine: int, *, is_lost: bool = False) -> None:
         self._failed += 1
-        self._policy.note_failed(work, engine, now_s=self._now_s)
+        self._policy.note_failed(work, engine, now_s=self._now_s, is_lost=is_lost)
         self._at(self._now_s + RETRY_PAUSE_S, partial(self._give, work))
 
     def _work_on(self, number: int) -> None:
@@ -206,10 +231,15 @@ class Simulation:
             return
         engine.is_busy = True
         end_s, ended = engine.step(self._now_s)
-        self._at(end_s, partial(self._end_step, number, ended))
+        self._at(end_s, partial(self._end_step, number, engine.starts, ended))
 
-    def _end_step(self, number: int, ended: Sequence[Work]) -> None:
-        self._engines[number].is_busy = False
+    def _end_step(self, number: int, start: int, ended: Sequence[Work]) -> None:
+        engine = self._engines[number]
+        if engine.starts != start or engine.down_since_s is not None:
+            for work in ended:  # It died within the step.
+                self._lose(work, number)
+            return
+        engine.is_busy = False
         for work in ended:
             self._waits_s.append(self._now_s - work.asked_s)
             self._policy.note_ended(work, number)
@@ -274,13 +304,13 @@ def report(measurement: Measurement, case: str, outcomes: dict[str, Outcome]) ->
         measurement.row(f"{case}, {name}", "turns_per_s", outcome.turns_per_s, "1/s")
         measurement.row(f"{case}, {name}", "p99_s", outcome.p99_s, "s")
         measurement.row(f"{case}, {name}", "hit_rate", outcome.hit_rate, "")
-        if CASES[case].failures:
+        if CASES[case].failures or CASES[case].restarts:
             measurement.row(f"{case}, {name}", "failed_a_turn", outcome.failed, "")
     own, sticky = outcomes["gateway"], outcomes["sticky"]
     measurement.row(case, "turns_over_sticky", own.turns_per_s / sticky.turns_per_s, "x")
     measurement.row(case, "p99_over_sticky", own.p99_s / sticky.p99_s, "x")
     measurement.row(case, "hit_rate", own.hit_rate, "")
-    if CASES[case].failures:
+    if CASES[case].failures or CASES[case].restarts:
         measurement.row(case, "failed_a_turn", own.failed, "")
 
 

@@ -104,12 +104,16 @@ class SimulatedEngine:
     Attributes:
         version: Of its weights; another one empties the cache.
         stalled_until_s: It begins no step before.
+        starts: How often it was started; another start has nothing of the earlier ones.
+        down_since_s: When it died; None while it is up.
     """
 
     speed: EngineSpeed
     pool: SharedPool | None = None
     version: int = 0
     stalled_until_s: float = 0.0
+    starts: int = 1
+    down_since_s: float | None = None
     is_busy: bool = False
     waiting: list[Work] = field(default_factory=list)
     running: list[Work] = field(default_factory=list)
@@ -128,6 +132,21 @@ class SimulatedEngine:
             work.unread_tokens = work.context_tokens + work.sampled_tokens
         self.waiting = self.running + self.waiting
         self.running = []
+
+    def die(self, *, now_s: float) -> list[Work]:
+        """Lose everything; returns the turns that were here, but for those that end with a step."""
+        lost = self.running + self.waiting
+        self.down_since_s, self.is_busy = now_s, False
+        self.running, self.waiting = [], []
+        self._cache.clear()
+        self._cache_tokens = self._read_tokens = self._read_us = 0
+        self._moments = [0.0] * 6
+        return lost
+
+    def start(self) -> None:
+        """Be up again, with the weights that the others have."""
+        self.down_since_s = None
+        self.starts += 1
 
     def take(self, work: Work) -> None:
         """Put a turn at the end of the queue."""

@@ -1,7 +1,7 @@
 """Which way to choose an engine for each turn finds more in the caches of three real engines?
 
 Three SGLang servers on a CPU with the demo's model get the same episodes by each policy of
-`routing_policies.py`: the gateway's own code, sticky episodes, and one engine after the other. Each
+`routing_policies.py`, which sees the engines' counters once a second, as a heartbeat has them. Each
 policy begins with empty caches. What the engines say of their caches is exact on any machine. Turns
 a second are of this machine alone, on which the engines share the cores.
 """
@@ -19,7 +19,7 @@ from measurement import Measurement, parser_of
 from msgspec import Struct
 from real_engines import real_engines
 from routing_engine import EngineSpeed, SimulatedEngine, Work
-from routing_policies import Gateway, Policy, RoundRobin, Sticky
+from routing_policies import POLICIES, Policy, RoundRobin, Sticky
 
 from forgemq_inference.core.engine_load import EngineCounters
 from forgemq_inference.engine import Engine
@@ -37,7 +37,6 @@ _TOOL_S = 0.05
 _HEARTBEAT_S = 1.0
 _TIMEOUT_S = 120.0
 _VOCABULARY = range(5, 690)
-POLICIES = {"round_robin": RoundRobin, "sticky": Sticky, "gateway": Gateway}
 
 
 class RealLane(SimulatedEngine):

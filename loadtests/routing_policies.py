@@ -10,13 +10,13 @@ from typing import Protocol
 
 from routing_engine import SimulatedEngine, Work
 
+from forgemq_contracts.lanes import LANE_LAPSE_MS
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_gateway.core.lane_caches import LaneCache
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_inference.core.engine_load import EngineMeter
 
 LINEAGE = 1
-EPOCH = 1
 
 
 class Policy(Protocol):
@@ -30,8 +30,19 @@ class Policy(Protocol):
         """Note that a turn has ended on this engine."""
         ...
 
-    def note_failed(self, work: Work, engine: int, *, now_s: float) -> None:
-        """Note that the engine answered this turn with an error; it is given out again."""
+    def note_failed(self, work: Work, engine: int, *, now_s: float, is_lost: bool) -> None:
+        """Note that a turn failed on this engine; it is given out again.
+
+        Args:
+            work: The turn.
+            engine: It answered with an error, or the connection to it broke.
+            now_s: When.
+            is_lost: It died, and what it had is lost.
+        """
+        ...
+
+    def noticed_s(self, engine: int) -> float:
+        """When an engine that is dead is known to be; in the past if its connections say so."""
         ...
 
     def note_report(self, engines: Sequence[SimulatedEngine], *, now_s: float) -> None:
@@ -54,8 +65,12 @@ class RoundRobin:
     def note_ended(self, work: Work, engine: int) -> None:
         """Nothing."""
 
-    def note_failed(self, work: Work, engine: int, *, now_s: float) -> None:
+    def note_failed(self, work: Work, engine: int, *, now_s: float, is_lost: bool) -> None:
         """Nothing."""
+
+    def noticed_s(self, engine: int) -> float:
+        """At once: connections break, or are refused."""
+        return 0.0
 
     def note_report(self, engines: Sequence[SimulatedEngine], *, now_s: float) -> None:
         """Nothing."""
@@ -76,7 +91,7 @@ class LeastInFlight(RoundRobin):
         """Count it no more."""
         self.in_flight[engine] -= 1
 
-    def note_failed(self, work: Work, engine: int, *, now_s: float) -> None:
+    def note_failed(self, work: Work, engine: int, *, now_s: float, is_lost: bool) -> None:
         """Count it no more."""
         self.in_flight[engine] -= 1
 
@@ -101,9 +116,9 @@ class Sticky(LeastInFlight):
         home = self._home.get(work.episode)
         return self._given(self._settle(work.episode) if home is None else home)
 
-    def note_failed(self, work: Work, engine: int, *, now_s: float) -> None:
+    def note_failed(self, work: Work, engine: int, *, now_s: float, is_lost: bool) -> None:
         """Move the episode to another engine."""
-        super().note_failed(work, engine, now_s=now_s)
+        super().note_failed(work, engine, now_s=now_s, is_lost=is_lost)
         self.forget(work.episode)
         self._settle(work.episode, without=engine)
 
@@ -164,7 +179,9 @@ class Dynamo(LeastInFlight):
     def __init__(self, engines: int) -> None:
         super().__init__(engines)
         self._engines_seen: Sequence[SimulatedEngine] = ()
-        self._cached: list[dict[Hashable, tuple[int, int]]] = [{} for _ in range(engines)]
+        self._cached: list[dict[Hashable, tuple[int, tuple[int, int]]]] = [
+            {} for _ in range(engines)
+        ]
 
     def choose(self, work: Work, *, now_s: float) -> int:
         """The engine with the fewest tokens."""
@@ -173,10 +190,11 @@ class Dynamo(LeastInFlight):
     def note_ended(self, work: Work, engine: int) -> None:
         """Note what the engine has cached."""
         super().note_ended(work, engine)
-        version = self._engines_seen[engine].version
-        self._cached[engine][work.group] = work.prompt_tokens, version
+        seen = self._engines_seen[engine]
+        filled = seen.starts, seen.version
+        self._cached[engine][work.group] = work.prompt_tokens, filled
         tokens = work.context_tokens + work.output_tokens
-        self._cached[engine][work.episode] = tokens, version
+        self._cached[engine][work.episode] = tokens, filled
 
     def note_report(self, engines: Sequence[SimulatedEngine], *, now_s: float) -> None:
         """Look at the engines."""
@@ -187,12 +205,12 @@ class Dynamo(LeastInFlight):
         found = [
             tokens
             for key in (work.episode, work.group)
-            for tokens, version in (self._cached[engine].get(key, (0, -1)),)
-            if version == seen.version
+            for tokens, filled in (self._cached[engine].get(key, (0, (0, 0))),)
+            if filled == (seen.starts, seen.version)
         ]
-        waiting = sum(each.unread_tokens for each in seen.waiting)
-        decoded = sum(each.context_tokens + each.sampled_tokens for each in seen.running)
-        return work.context_tokens - max(found, default=0) + waiting + decoded
+        counters = seen.counters()
+        known = counters.num_waiting_uncached_tokens + counters.num_used_tokens
+        return work.context_tokens - max(found, default=0) + known
 
 
 class Gateway:
@@ -201,7 +219,9 @@ class Gateway:
     def __init__(self, engines: int, *, pool_tokens_per_s: float | None = None) -> None:
         self._lanes = Lanes(pool_tokens_per_s=pool_tokens_per_s)
         self._meters = [EngineMeter() for _ in range(engines)]
+        self._epochs = [1] * engines
         self._versions = [0] * engines
+        self._heard_s = [0.0] * engines
         self._cached: dict[Hashable, dict[LaneCache, int]] = {}
         self._failed_on: dict[Hashable, int] = {}
 
@@ -223,27 +243,39 @@ class Gateway:
 
     def note_ended(self, work: Work, engine: int) -> None:
         """Note what the lane has cached, and how long the output is."""
-        where: LaneCache = (engine, EPOCH, (LINEAGE, self._versions[engine]))
+        epoch = self._epochs[engine]
+        where: LaneCache = (engine, epoch, (LINEAGE, self._versions[engine]))
         self._cached.setdefault(work.group, {})[where] = work.prompt_tokens
         self._cached.setdefault(work.episode, {})[where] = work.context_tokens + work.output_tokens
-        self._lanes.leave(engine, EPOCH)
-        self._lanes.circuits.note_success(engine, EPOCH)
+        self._lanes.leave(engine, epoch)
+        self._lanes.circuits.note_success(engine, epoch)
         self._failed_on.pop(work.episode, None)
         self._lanes.output_length.note(work.output_tokens)
 
-    def note_failed(self, work: Work, engine: int, *, now_s: float) -> None:
+    def note_failed(self, work: Work, engine: int, *, now_s: float, is_lost: bool) -> None:
         """Count the error of the lane; the turn goes to another one if there is one."""
-        self._lanes.leave(engine, EPOCH)
-        self._lanes.circuits.note_error(engine, EPOCH, now_s=now_s)
-        self._failed_on[work.episode] = engine
+        epoch = self._epochs[engine]
+        self._lanes.leave(engine, epoch)
+        if not is_lost:
+            self._lanes.circuits.note_error(engine, epoch, now_s=now_s)
+            self._failed_on[work.episode] = engine
+
+    def noticed_s(self, engine: int) -> float:
+        """When the lane has been silent for too long: its inference process died with it."""
+        return self._heard_s[engine] + LANE_LAPSE_MS / 1000
 
     def note_report(self, engines: Sequence[SimulatedEngine], *, now_s: float) -> None:
-        """Take a heartbeat of every lane."""
+        """Take a heartbeat of every lane that is up."""
         for lane, engine in enumerate(engines):
-            self._versions[lane] = engine.version
+            if engine.down_since_s is not None:
+                continue
+            if engine.starts != self._epochs[lane]:
+                self._meters[lane] = EngineMeter()
+            self._epochs[lane], self._versions[lane] = engine.starts, engine.version
+            self._heard_s[lane] = now_s
             report = ReportedEngine(
                 lane=lane,
-                epoch=EPOCH,
+                epoch=engine.starts,
                 url="",
                 is_serving=True,
                 lineage=LINEAGE,

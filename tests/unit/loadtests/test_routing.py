@@ -7,11 +7,13 @@ import msgspec
 import pytest
 from routing import CASES, Fleet, Simulation, in_order
 from routing_engine import EngineSpeed, SharedPool, SimulatedEngine, Work
+from routing_on_engines import RealLane
 from routing_policies import POLICIES, Gateway, Sticky
 from routing_trace import EpisodeTrace, TurnTrace, of_completions, synthetic
 
 from forgemq_contracts.arrays import pack_floats, pack_ids
 from forgemq_contracts.completions import FinishedCompletion, TurnPart, WeightSpan
+from forgemq_inference.core.engine_load import EngineCounters
 
 DEMO = Path(__file__).parents[3] / "loadtests" / "traces" / "demo.jsonl"
 SPEED = EngineSpeed(
@@ -175,6 +177,66 @@ def test_the_gateway_leaves_an_engine_alone_that_fails_and_least_in_flight_does_
     }
     assert failed["gateway"] < 0.1
     assert failed["least_in_flight"] > 10 * failed["gateway"]
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_turn_ends_though_an_engine_dies_with_all_that_it_has(name: str) -> None:
+    traces = synthetic(groups=2, group_size=4, seed=3)
+    fleet = Fleet(speeds=(1.0,) * 3, restarts=((0, 5.0, 35.0), (0, 50.0, 60.0)))
+    simulation = Simulation(fleet, POLICIES[name](3), traces)
+    outcome = simulation.run()
+    assert simulation.turns == sum(len(trace.turns) for trace in traces)
+    assert outcome.failed > 0
+    assert [engine.starts for engine in simulation._engines] == [3, 1, 1]
+
+
+def test_an_engine_that_was_started_again_has_nothing_of_before() -> None:
+    engine = SimulatedEngine(SPEED)
+    finish(engine, work("a", context=500))
+    engine.take(running := work("b", context=600, output=100))
+    engine.step(1.0)
+    engine.step(1.0)
+    assert running.sampled_tokens == 18
+    assert engine.die(now_s=2.0) == [running]
+    engine.start()
+    assert not engine.has_work(3.0)
+    assert engine.counters() == EngineCounters(max_total_num_tokens=10_000)
+    engine.take(again := work("a", context=600))
+    assert again.cached_tokens == 0
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_policy_chooses_among_real_engines_by_their_newest_counters(name: str) -> None:
+    """The first one has a queue; who looks at queues avoids it, and who does not begins there."""
+    lanes = [RealLane(SPEED), RealLane(SPEED)]
+    lanes[0].newest = EngineCounters(num_waiting_uncached_tokens=9_000, num_used_tokens=100)
+    lanes[1].newest = EngineCounters(num_used_tokens=100)
+    policy = POLICIES[name](2)
+    policy.note_report(lanes, now_s=0.0)
+    turn = work("a", context=500)
+    assert policy.choose(turn, now_s=0.0) == (1 if name in ("dynamo", "gateway") else 0)
+    policy.note_ended(turn, 0)
+
+
+def test_the_gateway_believes_nothing_cached_after_a_restart_and_waits_for_silence_before() -> None:
+    engines = [SimulatedEngine(SPEED), SimulatedEngine(SPEED)]
+    gateway = Gateway(2)
+    gateway.note_report(engines, now_s=0.0)
+    first = work("a", context=5_000)
+    assert gateway.choose(first, now_s=0.0) == 0
+    gateway.note_ended(first, 0)
+    following = work("a", context=5_100)
+    assert gateway.choose(following, now_s=0.5) == 0
+    engines[0].die(now_s=1.0)
+    gateway.note_report(engines, now_s=1.0)
+    assert gateway.noticed_s(0) == 5.0
+    gateway.note_failed(following, 0, now_s=5.01, is_lost=True)
+    gateway.note_report(engines, now_s=5.01)
+    assert gateway.choose(following, now_s=5.01) == 1
+    gateway.note_ended(following, 1)
+    engines[0].start()
+    gateway.note_report(engines, now_s=9.0)
+    assert gateway.choose(work("a", context=5_200), now_s=9.0) == 1
 
 
 def test_an_engine_that_is_late_with_weights_has_the_older_version() -> None:
