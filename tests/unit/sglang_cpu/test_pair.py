@@ -55,6 +55,17 @@ def test_packages_that_a_cpu_lacks_are_named() -> None:
     assert "Debian" not in pair.missing_on_cpu(libraries={"libc.so.6": "libc6"})
 
 
+def test_the_wheel_is_named_with_the_command_of_the_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pair, "find_spec", lambda name: None)
+    root = Path(__file__).parents[3]
+    lacks = pair.missing_on_cpu(libraries={})
+    assert lacks == f"the Python package mooncake ({pair.INSTALL})"
+    assert f"\n    {pair.INSTALL}\n" in (root / "docs" / "fleet.md").read_text()
+    assert f'pd-cpu = ["{pair.WHEEL}"]' in (root / "pyproject.toml").read_text()
+
+
 def test_a_mixture_of_experts_is_refused_by_each_role(tmp_path: Path) -> None:
     with pytest.raises(EngineServerError, match=r"^a prefill engine cannot serve a mixture"):
         started(tmp_path, '{"num_experts_per_tok": 2}')

@@ -155,3 +155,13 @@ def test_probabilities_outside_top_k_and_top_p_become_zero_and_the_others_sum_to
     by_p = speculation.top_p_renormalised(probs, torch.tensor([0.6, 1.0]))
     assert by_p[0].tolist() == pytest.approx([0, 2 / 3, 0, 1 / 3])
     assert by_p[1].tolist() == pytest.approx(probs[1].tolist())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "is_supported"),
+    [("EAGLE", True), ("STANDALONE", False), ("EAGLE3", False), ("NGRAM", False)],
+)
+def test_a_cpu_drafts_with_a_head_alone_and_sglang_refuses_the_rest_by_name(
+    algorithm: str, is_supported: bool
+) -> None:
+    assert speculation.drafts(algorithm) is is_supported

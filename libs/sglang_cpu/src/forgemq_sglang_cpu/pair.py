@@ -14,7 +14,10 @@ from typing import Literal, Protocol, TypeAlias
 Role: TypeAlias = Literal["unified", "prefill", "decode"]
 
 WHEEL = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
-"""Of Mooncake's wheels the one that loads without CUDA; the extra `pd-cpu` installs it."""
+"""Of Mooncake's wheels the one that loads without CUDA; the extra `pd-cpu` has the same."""
+
+INSTALL = f".venv/bin/uv pip install --no-deps {WHEEL}"
+"""Without what the wheel says it needs: the lock has all of it that a pair uses."""
 
 EXPERTS_REFUSAL = (
     "the prefill engine records which experts read the context and sampled the first token, and "
@@ -79,7 +82,7 @@ def missing_on_cpu(*, libraries: Mapping[str, str] = LIBRARIES) -> str:
     if packages:
         lacks.append(f"the Debian packages {' '.join(packages)} (apt-get install)")
     if find_spec("mooncake") is None:
-        lacks.append(f"the Python package {WHEEL} (the extra pd-cpu)")
+        lacks.append(f"the Python package mooncake ({INSTALL})")
     return " and ".join(lacks)
 
 

@@ -6,8 +6,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-_SPECULATIVE = ("EAGLE", "STANDALONE")
-"""A draft head (SGLang's NEXTN is EAGLE), and a small model that drafts."""
+from forgemq_sglang_cpu.speculation import drafts
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang has no types
@@ -33,8 +32,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
         return "native"
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        """Whether `speculation.py` has what the algorithm needs, for chains of drafted tokens."""
-        return algorithm in _SPECULATIVE
+        """Whether `speculation.py` has what the algorithm needs; SGLang refuses others by name."""
+        return drafts(algorithm)
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., object]:
         """Cache slots of drafted tokens."""

@@ -15,6 +15,15 @@ import torch
 from torch import Tensor
 
 
+def drafts(algorithm: str) -> bool:
+    """Whether a CPU drafts by this algorithm of SGLang: with a head (EAGLE, of which NEXTN is one).
+
+    A small model that drafts (STANDALONE) was never run with these functions, and no run file asks
+    for one.
+    """
+    return algorithm == "EAGLE"
+
+
 def cache_locations(
     *,
     req_pool_indices: Tensor,

@@ -94,6 +94,7 @@ GaugeName: TypeAlias = Literal[
     "trainer.append_ratio",
     "trainer.changed_share",
     "trainer.delta_bytes",
+    "trainer.copied_bytes",
     "gateway.in_flight",
     "gateway.groups",
     "gateway.groups_unclaimed",
@@ -288,6 +289,9 @@ GAUGES: dict[GaugeName, Metric] = {
         "Share of the weights' values that the newest step changed, if it was written as a delta.",
     ),
     "trainer.delta_bytes": Metric("By", "Size of the newest delta in the object store."),
+    "trainer.copied_bytes": Metric(
+        "By", "Memory that the newest broadcast took beside the mapped file, at its most."
+    ),
     "gateway.in_flight": Metric("{request}", "Requests in flight, by lane."),
     "gateway.groups": Metric("{group}", "Groups that have not retired."),
     "gateway.groups_unclaimed": Metric(

@@ -236,13 +236,15 @@ class Publisher:
         failures = await asyncio.to_thread(self._broadcasts.send, offers, *saved.files)
         self._report_left_out({lane: why for lane, why in failures.items() if why}, saved)
         took_s = loop.time() - started_s
+        copied_bytes = self._broadcasts.copied_bytes_peak
         self._telemetry.observe("trainer.transfer_s", took_s)
+        self._telemetry.gauge("trainer.copied_bytes", copied_bytes)
         self._telemetry.event(
             "transferred",
             version=saved.version,
             lanes=len(offers) - sum(map(bool, failures.values())),
             size_bytes=saved.size_bytes,
-            copied_bytes_peak=self._broadcasts.copied_bytes_peak,
+            copied_bytes_peak=copied_bytes,
             took_s=round(took_s, 3),
         )
 
