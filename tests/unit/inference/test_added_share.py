@@ -22,7 +22,7 @@ Slowdown = Callable[[float], float]
 
 
 def drawn(seed: int, *, every_s: float, since_s: float = 0.0) -> Slowdown:
-    """1 to 2, another one after each so many seconds; heartbeats come at whole seconds."""
+    """1 to 2, drawn again every `every_s`; heartbeats come at whole seconds."""
 
     dice = random.Random(seed)
     factors = [1 + dice.random() for _ in range(1000)]
