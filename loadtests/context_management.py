@@ -1,13 +1,14 @@
 """Is a policy that learns what to keep better than a fixed window, where the context is too small?
 
-Trains the archive desk, whose inquiries need about three times the context window, for five seeds
-fixed in advance: with notes that the policy takes itself (`trained`), and in a window that keeps
-the newest page (`fixed_window`). The control trains the first on returns that are dealt out at
-random inside each group (`shuffled`, three of the seeds). Without any management (`none`) every
-episode ends at the second page, so no group has two returns to learn from: the base model is judged
-instead, with five episodes of each held-out task. Curves go to docs/learning/.
+Trains the archive desk, whose inquiries need about three times the context window: with notes that
+the policy takes itself (`trained`, five seeds fixed in advance), and in a window that keeps the
+newest page (`fixed_window`, three of them: whatever it learns, a third of the inquiries is all that
+the newest page can answer). The control trains the first on returns that are dealt out at random
+inside each group (`shuffled`, one seed). Without any management (`none`) every episode ends at the
+second page, so no group has two returns to learn from: the base model is judged instead, with five
+episodes of each held-out task. Curves go to docs/learning/.
 
-    make load NAME=context_management JSON=context_management.json    # 13 runs and a judging
+    make load NAME=context_management JSON=context_management.json    # 9 runs and a judging
 
 A run that was played before is read again. `--case NAME` plays this case and compares nothing.
 """
@@ -33,8 +34,8 @@ MODEL = "deploy/archive_desk/model"
 # Fixed before the first run, so that no seed is chosen by its result.
 SEEDS: Mapping[str, tuple[int, ...]] = {
     "trained": (0, 1, 2, 3, 4),
-    "fixed_window": (0, 1, 2, 3, 4),
-    "shuffled": (0, 1, 2),
+    "fixed_window": (0, 1, 2),
+    "shuffled": (0,),
 }
 CASES: Mapping[str, tuple[str, ...]] = {
     "trained": (),
