@@ -27,6 +27,7 @@ from forgemq_gateway.settings import GatewaySettings
 from forgemq_gateway.task_start import start_task
 from forgemq_gateway.ticks import keep_ticking
 from forgemq_gateway.whereabouts import Whereabouts
+from forgemq_gateway.wire import Scope
 from tests.simulation.attempts_records import parse, prepared_turn
 from tests.simulation.storm.process import KilledError, Process
 
@@ -158,8 +159,9 @@ class StormGateway:
         """
         if not self._is_serving:
             raise DownError
+        scope: Scope = {}
         while group_id is not None:
-            owner = await self._alive(self.whereabouts.owner(group_id, least=number))
+            owner = await self._alive(self.whereabouts.owner(scope, group_id, least=number))
             if owner is None:
                 break
             peer = self._peer_at(owner.url)

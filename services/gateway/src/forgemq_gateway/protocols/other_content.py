@@ -124,7 +124,7 @@ def told(item: Raw, *, where: str, depth: int = 0) -> Told:
     """What an object of an unknown kind says: its text with title and source, or else its JSON.
 
     Raises:
-        RefusedError: 400: an array in it is too long, or a text is none.
+        RefusedError: 400: an array in it is too long, or a text is not a string.
     """
     other = decoded_at(item, _OTHER, where=where)
     plain = text_of_json(other.text, where=where)
@@ -149,7 +149,7 @@ def text_in(raw: Raw, *, where: str, depth: int = 0) -> str:
     """All text in a value: a text, a block, or an array of these; "" without any.
 
     Raises:
-        RefusedError: 400: an array in it is too long, or a text is none.
+        RefusedError: 400: an array in it is too long, or a text is not a string.
     """
     plain = text_of_json(raw, where=where)
     if plain is not None:
