@@ -12,9 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from shop_desk.warm_start import Example, adamw, cosine, replies_text, train
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
+from shop_desk.warm_start import Example, continue_base, replies_text
+from transformers import PreTrainedTokenizerFast
 
 from archive_desk.agent import NOTE
 from archive_desk.archive import draw_inquiry
@@ -31,37 +30,14 @@ NOTES_SHARE = 0.65
 def main(arguments: list[str] | None = None) -> int:
     """Train the model, and write it with its tokenizer to --out."""
     parser = argparse.ArgumentParser(prog="archive_desk.warm_start", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--base", type=Path, default=BASE, help="the model to continue")
-    parser.add_argument("--steps", type=int, default=140)
-    # The shop desk's rate is for a model that knows nothing yet.
-    parser.add_argument("--lr-share", type=float, default=0.5, help="of the shop desk's rate")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
-    tokenizer = AutoTokenizer.from_pretrained(options.base)
-    model = Qwen3ForCausalLM.from_pretrained(options.base, dtype=torch.float32)
-    choose = random.Random(options.seed)
+    parser.set_defaults(base=BASE, steps=140, lr_share=0.5)
+    return continue_base(arguments, parser, step_examples)
 
-    def episodes(step: int) -> list[Example]:
-        del step
-        drawn = (episode_examples(tokenizer, choose) for _ in range(EPISODES_PER_STEP))
-        return [example for episode in drawn for example in episode]
 
-    rate = cosine(options.steps)
-    train(
-        model,
-        adamw(model),
-        episodes,
-        steps=options.steps,
-        lr=lambda step: options.lr_share * rate(step),
-        dtype=torch.float32,
-    )
-    model.save_pretrained(options.out)
-    tokenizer.save_pretrained(options.out)
-    return 0
+def step_examples(tokenizer: PreTrainedTokenizerFast, choose: random.Random) -> list[Example]:
+    """The demonstrated episodes of one step."""
+    drawn = (episode_examples(tokenizer, choose) for _ in range(EPISODES_PER_STEP))
+    return [example for episode in drawn for example in episode]
 
 
 def episode_examples(

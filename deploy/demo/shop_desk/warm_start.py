@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from shop_desk.calls import TOOLS
 from shop_desk.demonstrator import Demonstration, Habits, copy_drill, demonstrations
@@ -193,6 +193,44 @@ def _backward(model: Qwen3ForCausalLM, examples: list[Example], *, dtype: torch.
 def _pieces(examples: list[Example], *, rows_max: int = 32) -> Iterator[list[Example]]:
     for start in range(0, len(examples), rows_max):
         yield examples[start : start + rows_max]
+
+
+def continue_base(
+    arguments: list[str] | None,
+    parser: argparse.ArgumentParser,
+    examples: Callable[[PreTrainedTokenizerFast, random.Random], list[Example]],
+) -> int:
+    """Train a base model further on a domain's own examples, and write it with its tokenizer.
+
+    Args:
+        arguments: Of the command; None: those of the process.
+        parser: Has the defaults of --base, --steps and --lr-share.
+        examples: Draws those of one step.
+    """
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--base", type=Path, help="the model to continue")
+    parser.add_argument("--steps", type=int)
+    # The rate here is for a model that knows nothing yet.
+    parser.add_argument("--lr-share", type=float, help="of the shop desk's rate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    tokenizer = AutoTokenizer.from_pretrained(options.base)
+    model = Qwen3ForCausalLM.from_pretrained(options.base, dtype=torch.float32)
+    choose, rate = random.Random(options.seed), cosine(options.steps)
+    train(
+        model,
+        adamw(model),
+        lambda _: examples(tokenizer, choose),
+        steps=options.steps,
+        lr=lambda step: options.lr_share * rate(step),
+        dtype=torch.float32,
+    )
+    model.save_pretrained(options.out)
+    tokenizer.save_pretrained(options.out)
+    return 0
 
 
 def _constant(step: int) -> float:

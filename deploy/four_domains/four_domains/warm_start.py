@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from shop_desk.warm_start import Example, adamw, cosine, replies_text, train
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
+from shop_desk.warm_start import Example, continue_base, replies_text
+from transformers import PreTrainedTokenizerFast
 
 from four_domains.bookings import TOOLS
 from four_domains.demonstrator import Habits, turns
@@ -26,39 +25,17 @@ EPISODES_PER_STEP = {"reasoning": 16, "documents": 16, "programs": 12, "bookings
 def main(arguments: list[str] | None = None) -> int:
     """Train the model, and write it with its tokenizer to --out."""
     parser = argparse.ArgumentParser(prog="four_domains.warm_start", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--base", type=Path, default=BASE, help="the model to continue")
-    parser.add_argument("--steps", type=int, default=900)
-    parser.add_argument("--lr-share", type=float, default=0.7, help="of the shop desk's rate")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
-    tokenizer = AutoTokenizer.from_pretrained(options.base)
-    model = Qwen3ForCausalLM.from_pretrained(options.base, dtype=torch.float32)
-    choose = random.Random(options.seed)
+    parser.set_defaults(base=BASE, steps=900, lr_share=0.7)
+    return continue_base(arguments, parser, step_examples)
 
-    def episodes(step: int) -> list[Example]:
-        del step
-        return [
-            episode_example(tokenizer, domain, draw(choose, domain, is_held_out=False), choose)
-            for domain, count in EPISODES_PER_STEP.items()
-            for _ in range(count)
-        ]
 
-    rate = cosine(options.steps)
-    train(
-        model,
-        adamw(model),
-        episodes,
-        steps=options.steps,
-        lr=lambda step: options.lr_share * rate(step),
-        dtype=torch.float32,
-    )
-    model.save_pretrained(options.out)
-    tokenizer.save_pretrained(options.out)
-    return 0
+def step_examples(tokenizer: PreTrainedTokenizerFast, choose: random.Random) -> list[Example]:
+    """The demonstrated episodes of one step."""
+    return [
+        episode_example(tokenizer, domain, draw(choose, domain, is_held_out=False), choose)
+        for domain, count in EPISODES_PER_STEP.items()
+        for _ in range(count)
+    ]
 
 
 def episode_example(

@@ -18,10 +18,11 @@ from archive_desk.warm_start import context_example
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from forgemq_agents.tool_loop import CONTEXT_FULL, run_tool_loop
-from forgemq_contracts.grading import GradingCompletion, GradingEpisode
+from forgemq_contracts.grading import GradingEpisode
 from forgemq_rendering import Rendering
 from tests.unit.archive_desk.visitor import sampler
 from tests.unit.demo.conftest import TokenPolicy
+from tests.unit.demo.grading import graded_as
 
 ROOT = Path(__file__).parents[3]
 RUN = tomllib.loads((ROOT / "deploy/archive_desk/run.toml").read_text())
@@ -81,37 +82,8 @@ def scripted(rendering, tokenizer) -> Make:
 
 
 def graded(policy: TokenPolicy, inquiry: Inquiry, **changes: object) -> GradingEpisode:
-    """What the reward service would give to the grader."""
-    completions = tuple(
-        GradingCompletion(
-            completion_id=completion.completion_id,
-            sequence=number,
-            text=policy.rendering.decode(output),
-            message=completion.message,
-            messages_before=[],
-            malformed_tool_calls=int(
-                not completion.calls and "<tool_call>" in policy.rendering.decode(output)
-            ),
-            output_tokens=len(output),
-            finish_reason=completion.finish_reason,
-        )
-        for number, (completion, output) in enumerate(
-            zip(policy.completions, policy.outputs, strict=True)
-        )
-    )
-    fields = {
-        "episode_id": "g.0.0",
-        "domain": "archive_desk",
-        "task": as_task(inquiry),
-        "result": {},
-        "completions": completions,
-        "rewards": (),
-        "engine_s": 0.0,
-        "tool_s": 0.0,
-        "virtual_s": None,
-        "duration_s": 0.0,
-    }
-    return GradingEpisode(**{**fields, **changes})
+    fields = {"domain": "archive_desk", "task": as_task(inquiry), **changes}
+    return graded_as(policy, **fields)
 
 
 def held_out() -> list[Inquiry]:

@@ -1,6 +1,5 @@
 """The four domains in token space: what is drawn, who succeeds, what is rewarded and taught."""
 
-import importlib.util
 import json
 import random
 import statistics
@@ -19,13 +18,14 @@ from four_domains.warm_start import EPISODES_PER_STEP, episode_example
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from forgemq_contracts.domains import context_tokens_max_of, sampling_of
-from forgemq_contracts.grading import GradingCompletion, GradingEpisode
+from forgemq_contracts.grading import GradingEpisode
 from forgemq_contracts.mixture import mixture_of, staleness_bounds
 from forgemq_contracts.run import RunConfiguration
 from forgemq_graders.mathematics import Mathematics, math_outcome
 from forgemq_launcher.core.configuration import configuration, document
 from forgemq_rendering import Rendering
 from tests.unit.demo.conftest import TokenPolicy
+from tests.unit.demo.grading import graded_as
 
 ROOT = Path(__file__).parents[3]
 RUN_FILE = ROOT / "deploy/four_domains/run.toml"
@@ -83,37 +83,8 @@ async def played(scripted: Make, domain: str, drawn: dict[str, Any], *texts: str
 
 
 def graded(policy: TokenPolicy, domain: str, **changes: object) -> GradingEpisode:
-    """What the reward service would give to the grader."""
-    completions = tuple(
-        GradingCompletion(
-            completion_id=completion.completion_id,
-            sequence=number,
-            text=policy.rendering.decode(output),
-            message=completion.message,
-            messages_before=[],
-            malformed_tool_calls=int(
-                not completion.calls and "<tool_call>" in policy.rendering.decode(output)
-            ),
-            output_tokens=len(output),
-            finish_reason=completion.finish_reason,
-        )
-        for number, (completion, output) in enumerate(
-            zip(policy.completions, policy.outputs, strict=True)
-        )
-    )
-    fields = {
-        "episode_id": "g.0.0",
-        "domain": domain,
-        "task": policy.task,
-        "result": policy.result,
-        "completions": completions,
-        "rewards": (),
-        "engine_s": 0.0,
-        "tool_s": 0.0,
-        "virtual_s": None,
-        "duration_s": 0.0,
-    }
-    return GradingEpisode(**{**fields, **changes})
+    fields = {"domain": domain, "task": policy.task, "result": policy.result, **changes}
+    return graded_as(policy, **fields)
 
 
 @pytest.fixture
@@ -327,24 +298,6 @@ def test_flawless_episodes_fit_the_limits_of_the_run(tokenizer, domain):
         assert len(episode_example(tokenizer, domain, drawn, choose, FLAWLESS).ids) < limit
         longest = max(texts_of(domain, drawn), key=len)
         assert len(tokenizer.encode(longest)) < tokens
-
-
-def test_one_domain_after_another_trains_as_many_groups_and_no_staler_ones(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "loadtests")
-    path = ROOT / "loadtests/domains.py"
-    spec = importlib.util.spec_from_file_location("domains", path)
-    domains = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(domains)
-    mixed, alone = (run_of(*domains.settings_of(case)) for case in domains.CASES)
-    totals = [
-        [mixture_of(run).taken(number, domains.STEPS) for number in range(len(DOMAINS))]
-        for run in (mixed, alone)
-    ]
-    assert totals == [[64] * 4] * 2
-    assert {mixture_of(alone).groups(step) for step in range(8)} == {(8, 0, 0, 0)}
-    assert mixture_of(alone).groups(31) == (0, 0, 0, 8)
-    assert staleness_bounds(mixed) == staleness_bounds(alone)
-    assert domains.DOMAINS == DOMAINS
 
 
 def test_every_domain_is_taught_and_every_name_is_one_token(tokenizer):

@@ -111,9 +111,10 @@ class _Part:
                 # A partition that was lost a record ago is another gateway's.
                 if record.place in self._positions:
                     await self._applying.apply(record)
-            for place in self._first_read:
-                self._first_read[place] = reader.position(place)
-            self._registry.forget_retired()
+            if self._gathers:  # Groups come and go in what is gathered.
+                for place in self._first_read:
+                    self._first_read[place] = reader.position(place)
+                self._registry.forget_retired()
         self._positions |= {
             place: reader.position(place) for place in places if place in self._positions
         }

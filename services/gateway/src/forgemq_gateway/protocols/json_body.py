@@ -167,13 +167,23 @@ def items_in(
     """
     for index, item in enumerate(raw_items(raw, where=where)):
         place = f"{where}[{index}]"
-        try:
-            read = decoded_at(item, decoder, where=place)
-        except RefusedError as error:
-            if again is None:
-                raise
-            read = again(item, place, error)
-        yield place, read
+        yield place, item_at(item, decoder, where=place, again=again)
+
+
+def item_at(
+    item: Raw,
+    decoder: "msgspec.json.Decoder[Item]",
+    *,
+    where: str,
+    again: ReadAgain[Item] | None,
+) -> Item:
+    """One item, decoded; `again` reads what the decoder refuses, or raises the refusal."""
+    try:
+        return decoded_at(item, decoder, where=where)
+    except RefusedError as error:
+        if again is None:
+            raise
+        return again(item, where, error)
 
 
 def raw_items(raw: Raw, *, where: str) -> Iterator[Raw]:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import Raw, Struct
 
-from forgemq_gateway.core.errors import RefusedError, invalid
+from forgemq_gateway.core.errors import invalid
 from forgemq_gateway.core.read_bodies import KNOWN_ITEM
 from forgemq_gateway.core.requests import (
     MESSAGES_MAX,
@@ -23,7 +23,7 @@ from forgemq_gateway.core.requests import (
 from forgemq_gateway.protocols.json_body import (
     LongFields,
     ReadAgain,
-    decoded_at,
+    item_at,
     items_in,
     raw_items,
 )
@@ -77,13 +77,7 @@ class MessageItems(Struct, frozen=True, kw_only=True):
             if index >= MESSAGES_MAX:
                 raise invalid(f"over {MESSAGES_MAX} items", param=self.field)
             place = f"{self.field}[{index}]"
-            try:
-                read = decoded_at(item, decoder, where=place)
-            except RefusedError as error:
-                if again is None:
-                    raise
-                read = again(item, place, error)
-            yield place, read
+            yield place, item_at(item, decoder, where=place, again=again)
 
     def read(self, messages: Iterable[RequestMessage]) -> KeyedMessages:
         """The known messages, then those of the added items."""
