@@ -281,4 +281,5 @@ def test_a_run_trains_in_full_what_its_engine_samples_in_8_bit_blocks(
     assert report["guarantees"] == dict.fromkeys(("G1", "G2", "G3", "G4", "G5"), True)
     # In full it would be below 1e-4.
     assert report["logprob_gap_max"] > 1e-3
-    assert re.search(r"lane 0 serves version 3 \(fast", run.output()), run.output()
+    # The run is complete when its last version is published, served or not.
+    assert re.search(r"lane 0 serves version 2 \(fast", run.output()), run.output()
