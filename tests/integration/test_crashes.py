@@ -77,6 +77,7 @@ def play_with_kills(
     return run, status
 
 
+@pytest.mark.long
 def test_a_run_survives_one_kill_of_every_service(kafka_bootstrap, new_run_id, tmp_path):
     run_id = new_run_id()
     with stand_in_engine(latency_s=0.2, tokens=16) as engine_url:
@@ -98,6 +99,7 @@ def test_a_run_survives_one_kill_of_every_service(kafka_bootstrap, new_run_id, t
     assert report["staleness_max"] <= report["staleness_bound"] == 2
 
 
+@pytest.mark.long
 def test_a_run_that_is_trimmed_all_the_time_survives_one_kill_of_every_service(
     kafka_bootstrap, new_run_id, tmp_path
 ):

@@ -12,7 +12,7 @@ from tests.integration.launched_run import DIALOGUE, FORGEMQ, ROOT, LaunchedRun
 from tests.integration.run_log import accounts
 from tests.integration.stand_in import stand_in_engine
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(400)]
 
 CONVERSATIONS = 200
 RATED_EVERY = 4

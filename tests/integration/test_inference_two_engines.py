@@ -23,6 +23,7 @@ CONTEXT = [10, 20, 30]
 LOST = range(1, 7)
 
 
+@pytest.mark.long
 async def test_an_engines_death_stops_its_lane_alone_and_a_restarted_one_rejoins_on_new_weights(
     base_engine_url: str, engine_model: Path, tmp_path: Path
 ) -> None:

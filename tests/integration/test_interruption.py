@@ -9,7 +9,7 @@ from tests.integration.launched_run import DIALOGUE, LaunchedRun
 from tests.integration.run_log import Accounts, accounts
 from tests.integration.stand_in import stand_in_engine
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(900)]
 
 RUN = "broken-off"
 STEPS = 8

@@ -29,7 +29,7 @@ from tests.integration.stand_in import stand_in_engine
 
 MIXED = "tests/integration/dialogue/mixed.toml"
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(420)]
 
 
 class MixedRun:

@@ -257,7 +257,7 @@ async def test_an_engine_that_holds_weights_in_full_is_refused_by_name(
     assert refused.group_contains(EngineRefusedError, match=rule)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_trains_in_full_what_its_engine_samples_in_8_bit_blocks(
     kafka_bootstrap, new_run_id, tmp_path
 ):

@@ -10,7 +10,7 @@ from tests.integration.launched_run import DIALOGUE, LaunchedRun
 from tests.integration.run_log import accounts
 from tests.integration.stand_in import stand_in_engine
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(300)]
 
 STEPS = 8
 RANKS = 2

@@ -34,7 +34,7 @@ from tests.integration.test_weights_engine import CONTEXT, logprobs, perturbed, 
 from tests.lane_scene import LaneScene, configuration, create_topics
 from tests.ports import free_port
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1200)]
 
 LANES = (0, 1, 2)
 DEADLINE_S = 20.0

@@ -29,7 +29,7 @@ sys.path.append(str(ENGINE_MODEL.parent))
 from shop_desk.warm_start import Examples  # it lies in the demo's folder
 
 STEPS = 40
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def _configuration(head: Path) -> RunConfiguration:

@@ -18,8 +18,12 @@ from forgemq_contracts.run_rules import check
 from forgemq_contracts.stages import Stage, StageDomain, stage_at
 from tests.simulation.scheduler_world import Faults, World
 
-# The fast suite runs a fifth of the seeds; the full one all of them.
-SEEDS = [*range(12), *(pytest.param(n, marks=pytest.mark.slow) for n in range(12, 200))]
+# The fast suite runs a few of the seeds, the full one a third; `make test-long` runs all others.
+SEEDS = [
+    *range(12),
+    *(pytest.param(n, marks=pytest.mark.slow) for n in range(12, 72)),
+    *(pytest.param(n, marks=pytest.mark.long) for n in range(72, 200)),
+]
 
 
 def configuration_of(
