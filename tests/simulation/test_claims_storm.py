@@ -11,6 +11,10 @@ from tests.simulation.storm.claims import run_claims_seed
 
 SEEDS = 160
 SEEDS_A_TEST = 20
+FIRST_SEEDS = [
+    pytest.param(first, marks=pytest.mark.long if 2 * first >= SEEDS else pytest.mark.slow)
+    for first in range(0, SEEDS, SEEDS_A_TEST)
+]
 
 pytestmark = pytest.mark.simulation
 
@@ -35,9 +39,8 @@ def test_a_seed_of_claims_is_the_same_schedule_whenever_memory_is_collected():
         gc.set_threshold(*thresholds)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("first_seed", range(0, SEEDS, SEEDS_A_TEST))
+@pytest.mark.parametrize("first_seed", FIRST_SEEDS)
 def test_a_storm_of_claims_leaves_no_group_without_its_one_end(first_seed):
     outcomes = [run_claims_seed(seed) for seed in range(first_seed, first_seed + SEEDS_A_TEST)]
     assert sum(outcome.attempts - outcome.episodes for outcome in outcomes) > 0

@@ -85,7 +85,7 @@ def test_ends_at_any_two_points_change_nothing():
         run_numbered(case, FEW_RECORDS, NumberedFaults(dict.fromkeys(pair, KILL)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @every_case
 def test_ends_at_any_two_points_of_any_service_change_nothing(case):

@@ -11,8 +11,16 @@ SEEDS = 120
 
 pytestmark = [pytest.mark.simulation, pytest.mark.slow, pytest.mark.timeout(300)]
 
+# Each takes seconds, so all but every third are long tests.
+EVERY_MUTANT = [
+    pytest.param(
+        mutant, id=mutant.name.replace(" ", "_"), marks=[pytest.mark.long] if number % 3 else []
+    )
+    for number, mutant in enumerate(MUTANTS)
+]
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "_"))
+
+@pytest.mark.parametrize("mutant", EVERY_MUTANT)
 def test_a_storm_finds(mutant: Mutant, tmp_path: Path):
     ended = run_mutant(mutant, tmp_path, seeds=SEEDS)
     assert ended.returncode == 1, ended.stdout + ended.stderr
