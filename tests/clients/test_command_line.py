@@ -1,8 +1,10 @@
 """The demo's command line: mini-swe-agent's own classes at the shop desk, with a skilled model."""
 
+import asyncio
 import itertools
 import json
 import random
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,37 @@ async def test_a_wrong_command_is_answered_and_a_broken_call_ends_the_episode():
     text = AutoTokenizer.from_pretrained(BASE).decode(contexts[-1])
     assert text.count("<tool_response>\nbad command\n</tool_response>") == 2
     assert forks == []
+
+
+# What a policy may try that learned to look around; the shell has no path, so by full names.
+CONNECT = (
+    "/usr/bin/python3 -c 'import socket; socket.create_connection((\"127.0.0.1\", {port})).close()'"
+)
+READ = "/usr/bin/env | /bin/grep FORGEMQ || /bin/cat /proc/$PPID/environ | /bin/grep -a FORGEMQ"
+BOMB = "b() { b | b & }; b; /bin/sleep 60"
+KILL = "/bin/kill -9 1 -1"
+
+
+async def test_a_hostile_command_fails_and_is_told_to_the_agent_whose_episode_goes_on(monkeypatch):
+    """The network and the secrets are in reach of the same commands outside of the sandbox."""
+    monkeypatch.setenv("FORGEMQ_GATEWAY_ADMIN_KEY", "the-admin-key")
+    monkeypatch.setenv("FORGEMQ_KAFKA", "127.0.0.1:9092")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connect = CONNECT.format(port=server.getsockname()[1])
+        for command in (connect, READ):
+            await asyncio.to_thread(subprocess.run, command, shell=True, check=True)
+        server.accept()[0].close()
+        hostile = (connect, READ, "/bin/cat /etc/passwd", KILL, BOMB)
+        turns = (*hostile, "price lamp", f"answer {ORDER.total}")
+        end, contexts, forks = await played([call_text(turn) for turn in turns])
+        server.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert (end["exit_status"], end["submission"]) == ("Submitted", f"{ORDER.total}\n")
+    assert forks == []
+    text = AutoTokenizer.from_pretrained(BASE).decode(contexts[-1])
+    shown = [part.split("\n</tool_response>")[0] for part in text.split("<tool_response>\n")[1:]]
+    assert shown == ["bad command"] * len(hostile) + [ORDER.page("lamp")]
 
 
 def test_the_player_ends_with_its_input_also_if_an_episode_is_open():

@@ -1,18 +1,31 @@
-"""The agent: hands episodes to a program that plays them with mini-swe-agent, and waits."""
+"""The agent: hands episodes to a program with mini-swe-agent, and runs the commands of its policy.
+
+The program reaches the gateway, and what the policy asks it to run does not: each episode has a
+sandbox here, without network, environment, processes and files of this machine.
+"""
 
 import asyncio
 import json
-from asyncio import Future, SubprocessProtocol
+from asyncio import Queue, SubprocessProtocol
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shop_desk.shop import order_of
+
+from command_line.desk import ENVIRON, commands
 from forgemq_agents import Episode
 from forgemq_agents.errors import AgentFailedError
+from forgemq_graders import Execution, Sandbox, SandboxLimits, Shell
 
 CODE = Path(__file__).parent.parent
 # Where `python -m tests.clients.install mini_swe_agent` puts it.
 PYTHON = CODE.parents[1] / ".cache/clients/mini_swe_agent/venv/bin/python"
+
+LIMITS = SandboxLimits(
+    time_s=10, cpu_s=5, memory_bytes=2**27, processes=16, output_bytes=2**16, folder_bytes=2**20
+)
+SANDBOX = Sandbox(LIMITS)
 
 
 class Player(SubprocessProtocol):
@@ -24,7 +37,7 @@ class Player(SubprocessProtocol):
     def __init__(self) -> None:
         self._starting = asyncio.Lock()
         self._program: Any = None
-        self._waiting: dict[str, Future[dict[str, Any]]] = {}
+        self._said: dict[str, Queue[dict[str, Any]]] = {}
         self._line_begun = b""
 
     async def play(self, episode: Episode) -> dict[str, Any]:
@@ -32,20 +45,25 @@ class Player(SubprocessProtocol):
 
         Raises:
             AgentFailedError: mini-swe-agent failed, or the program ended.
+            IsolationRefusedError: this machine cannot isolate commands.
         """
         async with self._starting:
             if self._program is None:
                 await self._start(episode.environ)
-        said: Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._waiting[episode.episode_id] = said
-        fields = {
-            "id": episode.episode_id,
-            "base_url": episode.base_url,
-            "key": episode.key,
-            "task": episode.task,
-        }
-        self._program.get_pipe_transport(0).write(json.dumps(fields).encode() + b"\n")
-        result = await said
+        said = self._said[episode.episode_id] = Queue()
+        result: dict[str, Any] = {}
+        try:
+            files = commands(order_of(episode.task))
+            async with Shell(SANDBOX, files=files, environ=ENVIRON) as shell:
+                where = {"base_url": episode.base_url, "key": episode.key}
+                self._tell(episode, task=episode.task, **where)
+                while "command" in (line := await said.get()):
+                    self._tell(episode, **observed(await shell.run(merged(line["command"]))))
+                result = line
+        finally:
+            del self._said[episode.episode_id]
+            if not result:
+                self._tell(episode, is_over=True)  # Its thread may wait for a command.
         if "error" in result:
             raise AgentFailedError(result["error"])
         return result
@@ -68,25 +86,41 @@ class Player(SubprocessProtocol):
             lambda: self, *command, env=environ, stderr=None
         )
 
+    def _tell(self, episode: Episode, **fields: object) -> None:
+        if self._program is not None:
+            line = json.dumps({"id": episode.episode_id, **fields})
+            self._program.get_pipe_transport(0).write(line.encode() + b"\n")
+
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        """Settle the episodes whose lines are complete."""
+        """Hand the lines that are complete to their episodes."""
         del fd
         *lines, self._line_begun = (self._line_begun + data).split(b"\n")
         for line in lines:
-            result = json.loads(line)
-            self._settle(result.pop("id"), result)
+            said = json.loads(line)
+            if queue := self._said.get(said.pop("id")):  # An episode may have been cancelled.
+                queue.put_nowait(said)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail the episodes that are open: the program has ended."""
         del exc
         self._program, self._line_begun = None, b""
-        for episode_id in list(self._waiting):
-            self._settle(episode_id, {"error": "the player has ended"})
+        for queue in self._said.values():
+            queue.put_nowait({"error": "the player has ended"})
 
-    def _settle(self, episode_id: str, result: dict[str, Any]) -> None:
-        said = self._waiting.pop(episode_id, None)
-        if said is not None and not said.done():  # An episode may have been cancelled.
-            said.set_result(result)
+
+def merged(command: str) -> str:
+    """The command with its errors among its output, as mini-swe-agent runs it."""
+    return f"exec 2>&1\n{command}"
+
+
+def observed(execution: Execution) -> dict[str, Any]:
+    """What mini-swe-agent knows of a command."""
+    is_over = execution.ended in ("exit", "signal")
+    return {
+        "output": execution.stdout.decode(errors="replace"),
+        "returncode": execution.status if is_over else -1,
+        "exception_info": "" if is_over else f"the command reached its limit: {execution.ended}",
+    }
 
 
 PLAYER = Player()

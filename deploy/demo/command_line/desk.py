@@ -1,10 +1,9 @@
 """The desk as a command line: its commands, and the words of mini-swe-agent's configuration.
 
 Both sides import this module, so it needs the standard library and `shop_desk.shop` alone: the
-player in mini-swe-agent's environment, and the base model's warm start in ForgeMQ's.
+player in mini-swe-agent's environment, and the agent and the base model's warm start in ForgeMQ's.
 """
 
-from pathlib import Path
 from typing import Any
 
 from shop_desk.shop import ITEMS, Order
@@ -66,16 +65,13 @@ echo "$@"
 """
 
 
-def lay_out(folder: Path, order: Order) -> None:
-    """Write the commands of this customer's desk into the folder."""
-    for name, text in (("price", _price(order)), ("total", _TOTAL), ("answer", _ANSWER)):
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
+ENVIRON = {"PATH": "/program"}
+"""All that a command sees: the shell finds the desk's commands alone."""
 
 
-def environment(folder: Path) -> dict[str, Any]:
-    """Fields of mini-swe-agent's local environment: a shell that finds these commands alone."""
-    return {"cwd": str(folder), "env": {"PATH": str(folder)}, "timeout": 10}
+def commands(order: Order) -> dict[str, str]:
+    """The commands of this customer's desk, by name."""
+    return {"price": _price(order), "total": _TOTAL, "answer": _ANSWER}
 
 
 def _price(order: Order) -> str:

@@ -1,18 +1,18 @@
 """The command line's desk, rewards and warm start; tests/clients has the scaffold that plays it."""
 
 import random
-import subprocess
-from pathlib import Path
 
 import pytest
 from command_line import rewards
+from command_line.agent import SANDBOX, merged, observed
 from command_line.demonstrator import Habits, call_text, demonstration, reply_to
-from command_line.desk import AGENT, BASH, SYSTEM, environment, lay_out
+from command_line.desk import AGENT, BASH, ENVIRON, SYSTEM, commands
 from command_line.tasks import task
 from command_line.warm_start import episode_example
 from shop_desk.shop import Line, Order, order_of
 from shop_desk.tasks import HELD_OUT
 
+from forgemq_graders import Shell
 from tests.unit.demo.grading import graded
 
 ORDER = Order((Line(3, "lamp"), Line(2, "mug")), "Order: {order}. What is the total?", 7)
@@ -20,18 +20,18 @@ CONTEXT_TOKENS_MAX = 640  # as in run.toml
 SKILLED = Habits(0, 0, 1, 0, 0, 0)
 
 
-def shown(command: str, folder: Path) -> str:
-    """What mini-swe-agent's observation template makes of the command."""
-    settings = environment(folder)
-    done = subprocess.run(
-        command, shell=True, capture_output=True, text=True, cwd=folder, env=settings["env"]
-    )
-    return "bad command" if done.returncode else done.stdout.strip()
+async def shown(*lines: str) -> list[str]:
+    """What mini-swe-agent's observation template makes of these commands in one sandbox."""
+    texts = []
+    async with Shell(SANDBOX, files=commands(ORDER), environ=ENVIRON) as shell:
+        for line in lines:
+            said = observed(await shell.run(merged(line)))
+            texts.append("bad command" if said["returncode"] else said["output"].strip())
+    return texts
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
+async def test_the_commands_answer_as_the_demonstrator_was_answered():
+    lines = (
         "price lamp",
         "price cheese",
         "price",
@@ -42,24 +42,19 @@ def shown(command: str, folder: Path) -> str:
         "total lamp 13",
         "total 3 lamp x",
         "total",
-    ],
-)
-def test_the_commands_answer_as_the_demonstrator_was_answered(tmp_path, command):
-    lay_out(tmp_path, ORDER)
-    assert shown(command, tmp_path) == reply_to(command, ORDER)
+    )
+    assert await shown(*lines) == [reply_to(line, ORDER) for line in lines]
 
 
-def test_an_answer_is_what_mini_swe_agent_takes_for_the_end(tmp_path):
-    lay_out(tmp_path, ORDER)
-    assert shown("answer 41", tmp_path).splitlines() == [
-        "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
-        "41",
+async def test_an_answer_is_what_mini_swe_agent_takes_for_the_end():
+    assert await shown("answer 41") == ["COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n41"]
+
+
+async def test_the_shell_finds_no_other_program_and_errors_are_among_the_output():
+    assert await shown("ls", "/bin/ls /nowhere || true") == [
+        "bad command",
+        "/bin/ls: cannot access '/nowhere': No such file or directory",
     ]
-
-
-def test_the_shell_finds_no_other_program(tmp_path):
-    lay_out(tmp_path, ORDER)
-    assert shown("ls", tmp_path) == "bad command"
 
 
 async def played(policy, episode) -> None:

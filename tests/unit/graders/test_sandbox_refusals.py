@@ -86,6 +86,65 @@ jail.main()
     assert faults(done.stdout, processes_max=4, root=root) == ""
 
 
+AS_A_PLAIN_USER = """
+import base64, json, os, socket, sys
+sys.path.insert(0, FOLDER)
+import system_calls
+configuration = os.memfd_create("c")
+os.write(configuration, json.dumps({
+    "environ": ENVIRON, "folders": ["/usr"], "files": {}, "limits": LIMITS,
+    "filter": base64.b64encode(system_calls.call_filter()).decode(),
+}).encode())
+os.lseek(configuration, 0, 0)
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+lifeline, report = os.pipe(), os.pipe()
+if os.fork() == 0:
+    ours.close()
+    os.close(lifeline[1])
+    sys.argv[1:] = map(str, (configuration, lifeline[0], report[1], theirs.fileno()))
+    import jail
+    jail.main()
+    os._exit(0)
+theirs.close()
+for command in COMMANDS:
+    reading, writing = os.pipe()
+    line = json.dumps(["/bin/sh", "-c", command]).encode()
+    socket.send_fds(ours, [line], [os.open("/dev/null", os.O_RDONLY), writing, writing])
+    os.close(writing)
+    with os.fdopen(reading) as output:
+        print(json.dumps([json.loads(ours.recv(4096) or "{}"), output.read()]))
+"""
+SHORTEN = "python3 -c 'import resource; resource.prlimit(1, resource.RLIMIT_CPU, (0, 0))'"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="run by a plain user, test_shell is this one")
+@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="no Python for a plain user")
+def test_a_plain_users_command_cannot_end_what_watches_it():
+    """Process 1 is the same user's there, so that only what it is and the filter protect it."""
+    commands = ["kill -INT 1; kill -9 1; kill -9 -1", SHORTEN, "echo alive"]
+    values = {
+        "FOLDER": str(JAIL.parent),
+        "ENVIRON": ENVIRON,
+        "LIMITS": msgspec.to_builtins(LIMITS),
+        "COMMANDS": commands,
+    }
+    code = "".join(f"{name} = {value!r}\n" for name, value in values.items()) + AS_A_PLAIN_USER
+    done = subprocess.run(
+        ["/usr/bin/python3", "-c", code],
+        capture_output=True,
+        check=True,
+        user=65534,
+        group=65534,
+        extra_groups=(),
+        cwd="/",
+        timeout=60,
+    )
+    killed, shortened, alive = map(json.loads, done.stdout.splitlines())
+    assert killed[0] == {"ended": "exit", "status": 1}
+    assert "PermissionError" in shortened[1]
+    assert alive == [{"ended": "exit", "status": 0}, "alive\n"]
+
+
 def test_each_missing_part_of_the_isolation_is_named():
     whole = {
         "process": 2,

@@ -14,7 +14,8 @@ from forgemq_graders.process import (
     weighted,
     weighted_async,
 )
-from forgemq_graders.sandbox import IsolationRefusedError, Sandbox, SandboxLimits
+from forgemq_graders.sandbox import Execution, IsolationRefusedError, Sandbox, SandboxLimits
+from forgemq_graders.shell import Shell
 
 math_answer = math_outcome()
 """`task["answer"]` is the right answer."""
@@ -25,6 +26,7 @@ code_passes = code_tests()
 __all__ = [
     "AsyncOutcome",
     "AsyncProcessReward",
+    "Execution",
     "GoldAnswerError",
     "IsolationRefusedError",
     "Judge",
@@ -32,6 +34,7 @@ __all__ = [
     "ProcessReward",
     "Sandbox",
     "SandboxLimits",
+    "Shell",
     "answer_code",
     "answer_text",
     "code_passes",

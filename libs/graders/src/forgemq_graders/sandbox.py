@@ -17,25 +17,26 @@ import os
 import platform
 import sys
 from asyncio.subprocess import Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
 
+from forgemq_graders.jail_pipes import JailPipes
 from forgemq_graders.probe import ENVIRON, PROBE, faults
 from forgemq_graders.system_calls import call_filter
 
 Ended: TypeAlias = Literal["exit", "signal", "time", "cpu", "memory", "output", "stopped"]
-_JAIL = Path(__file__).with_name("jail.py")
+JAIL = Path(__file__).with_name("jail.py")
 _READ_BYTES = 65_536
 _SAID_CHARACTERS_MAX = 1000
 ROOT_NAMES = frozenset({"bin", "sbin", "lib", "lib32", "lib64", "dev", "program", "tmp"})
 """What a program sees in "/", besides the folders that it may read."""
 
-_MARGIN_S = 10.0
+MARGIN_S = 10.0
 """Beyond a program's time: for the namespaces to begin and end on a busy machine."""
 
 
@@ -83,6 +84,18 @@ class Execution(Struct, frozen=True, kw_only=True):
     stderr: bytes
 
 
+def execution_of(said: Mapping[str, Any], outputs: Sequence[bytes], *, bytes_max: int) -> Execution:
+    """What `jail.py` said of a program, and what the program wrote, which may be cut."""
+    is_cut = any(len(output) > bytes_max for output in outputs)
+    stdout, stderr = (output[:bytes_max] for output in outputs)
+    return Execution(
+        ended="output" if is_cut else said["ended"],
+        status=said.get("status", 0),
+        stdout=stdout,
+        stderr=stderr,
+    )
+
+
 class Sandbox:
     """Runs programs, at most `at_once` at the same time.
 
@@ -95,16 +108,14 @@ class Sandbox:
     def __init__(
         self, limits: SandboxLimits | None = None, *, folders: Sequence[str] = (), at_once: int = 4
     ) -> None:
-        self._limits = msgspec.convert(
-            msgspec.to_builtins(limits or SandboxLimits()), SandboxLimits
-        )
+        self.limits = msgspec.convert(msgspec.to_builtins(limits or SandboxLimits()), SandboxLimits)
         for folder in folders:
             if not Path(folder).is_dir():
                 raise ValueError(f"folders must be folders of this machine, got {folder}")
         prefixes = (os.path.realpath(sys.base_prefix), *map(os.path.realpath, folders))
         self._folders = tuple(dict.fromkeys(("/usr", *prefixes)))
         self._python = os.path.realpath(sys.executable)
-        self._at_once = asyncio.Semaphore(at_once)
+        self.at_once = asyncio.Semaphore(at_once)
         self._checking = asyncio.Lock()
         self._is_checked = False
 
@@ -131,8 +142,8 @@ class Sandbox:
             IsolationRefusedError: the machine cannot isolate it; it did not run.
         """
         await self.check()
-        async with self._at_once:
-            return await self._execute(command, self._limits, files=files or {}, stdin=stdin)
+        async with self.at_once:
+            return await self._execute(command, self.limits, files=files or {}, stdin=stdin)
 
     async def check(self) -> None:
         """Run the probe, once: a program that tries what it must not be able to do.
@@ -154,6 +165,22 @@ class Sandbox:
                 raise IsolationRefusedError(f"the probe of the sandbox failed: {missing} {said}")
             self._is_checked = True
 
+    def configuration(
+        self,
+        limits: SandboxLimits,
+        *,
+        files: Mapping[str, str],
+        environ: Mapping[str, str] = ENVIRON,
+    ) -> dict[str, Any]:
+        """What `jail.py` reads, without a command."""
+        return {
+            "environ": dict(environ),
+            "folders": self._folders,
+            "files": dict(files),
+            "limits": msgspec.to_builtins(limits),
+            "filter": base64.b64encode(call_filter()).decode(),
+        }
+
     async def _execute(
         self,
         command: Sequence[str],
@@ -162,19 +189,12 @@ class Sandbox:
         files: Mapping[str, str],
         stdin: bytes,
     ) -> Execution:
-        configuration = {
-            "command": list(command),
-            "environ": ENVIRON,
-            "folders": self._folders,
-            "files": dict(files),
-            "limits": msgspec.to_builtins(limits),
-            "filter": base64.b64encode(call_filter()).decode(),
-        }
+        configuration = {"command": list(command), **self.configuration(limits, files=files)}
         with ExitStack() as files_open:
-            pipes = _Pipes(files_open, json.dumps(configuration).encode())
+            pipes = JailPipes(files_open, json.dumps(configuration).encode())
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-I", "-S", str(_JAIL), *map(str, pipes.passed())),
+                *("-I", "-S", str(JAIL), *map(str, pipes.passed())),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -189,50 +209,11 @@ class Sandbox:
             detail = said["detail"] + " " + outputs[1].decode(errors="replace")
             detail = detail[:_SAID_CHARACTERS_MAX]
             raise IsolationRefusedError(f"the sandbox cannot isolate a program: {detail}")
-        is_cut = any(len(output) > limits.output_bytes for output in outputs)
-        stdout, stderr = (output[: limits.output_bytes] for output in outputs)
-        return Execution(
-            ended="output" if is_cut else said["ended"],
-            status=said.get("status", 0),
-            stdout=stdout,
-            stderr=stderr,
-        )
-
-
-class _Pipes:
-    """What this process and `jail.py` share: the configuration, the lifeline, the report."""
-
-    def __init__(self, files_open: ExitStack, configuration: bytes) -> None:
-        def opened(number: int, mode: str) -> IO[bytes]:
-            file: IO[bytes] = files_open.enter_context(os.fdopen(number, mode, buffering=0))
-            return file
-
-        file = opened(os.memfd_create("configuration"), "w+b")
-        file.write(configuration)
-        file.seek(0)
-        lifeline, self._lifeline = map(opened, os.pipe(), ("rb", "wb"))
-        self._report, report = map(opened, os.pipe(), ("rb", "wb"))
-        self._passed = (file, lifeline, report)
-
-    def passed(self) -> tuple[int, ...]:
-        """File numbers for the process that is started."""
-        return tuple(file.fileno() for file in self._passed)
-
-    def cut_lifeline(self) -> None:
-        """Have the program killed; idempotent."""
-        self._lifeline.close()
-
-    def report(self) -> dict[str, Any]:
-        """What the process, which has ended, said about the program."""
-        for file in self._passed:
-            file.close()
-        said = self._report.read()
-        report: dict[str, Any] = json.loads(said or '{"ended": "refused", "detail": "no report"}')
-        return report
+        return execution_of(said, outputs, bytes_max=limits.output_bytes)
 
 
 async def _talk(
-    process: Process, pipes: _Pipes, limits: SandboxLimits, *, stdin: bytes
+    process: Process, pipes: JailPipes, limits: SandboxLimits, *, stdin: bytes
 ) -> tuple[bytes, bytes]:
     """Feed the program and read what it writes, until all its processes are gone.
 
@@ -243,13 +224,14 @@ async def _talk(
     assert process.stdout is not None, "opened with PIPE"
     assert process.stderr is not None, "opened with PIPE"
     try:
-        async with asyncio.timeout(limits.time_s + _MARGIN_S), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(limits.time_s + MARGIN_S), asyncio.TaskGroup() as tasks:
             tasks.create_task(_feed(process.stdin, stdin))
-            stdout = tasks.create_task(_read(process.stdout, pipes, limits.output_bytes))
-            stderr = tasks.create_task(_read(process.stderr, pipes, limits.output_bytes))
+            bounds = (limits.output_bytes, pipes.cut_lifeline)
+            stdout = tasks.create_task(read_up_to(process.stdout, *bounds))
+            stderr = tasks.create_task(read_up_to(process.stderr, *bounds))
         return stdout.result(), stderr.result()
     except TimeoutError:
-        raise IsolationRefusedError(f"no end {_MARGIN_S:g} s after its limit") from None
+        raise IsolationRefusedError(f"no end {MARGIN_S:g} s after its limit") from None
     finally:
         pipes.cut_lifeline()
         await process.wait()
@@ -262,11 +244,13 @@ async def _feed(stream: asyncio.StreamWriter, content: bytes) -> None:
     stream.close()
 
 
-async def _read(stream: asyncio.StreamReader, pipes: _Pipes, bytes_max: int) -> bytes:
-    """Up to one byte more than `bytes_max`, at which the program is killed."""
+async def read_up_to(
+    stream: asyncio.StreamReader, bytes_max: int, stop: Callable[[], None]
+) -> bytes:
+    """Read to the end, and keep up to one byte more than `bytes_max`, at which it is stopped."""
     kept = b""
     while chunk := await stream.read(_READ_BYTES):
         kept = (kept + chunk)[: bytes_max + 1]
         if len(kept) > bytes_max:
-            pipes.cut_lifeline()
+            stop()
     return kept

@@ -15,6 +15,7 @@ _NUMBER_AT, _MACHINE_AT, _ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data
 _ARGUMENT_BYTES = 8  # Only the lower half is read: these arguments are of 32 bits.
 _X86_64, _X32 = 0xC000003E, 0x40000000
 _MMAP, _SOCKET, _SOCKET_PAIR, _CLONE, _FILE_CONTROL, _CLONE_3 = 9, 41, 53, 56, 72, 435
+_LIMITS_OF = 302
 _LOCAL_FAMILY, _STREAM, _SOCKET_TYPE = 1, 1, 0xF
 _NEW_NAMESPACES = 0x7E020000
 _SHARED_WITHOUT_FILE = 0x21
@@ -74,6 +75,8 @@ def call_filter() -> bytes:
     # mapped and so none is resident. Those of a file are bounded by the folder that it lies in.
     instructions += _fails_if(_MMAP, 3, _SHARED_WITHOUT_FILE, _SHARED_WITHOUT_FILE)
     instructions += _fails_if(_FILE_CONTROL, 1, _ALL_BITS, _SET_PIPE_SIZE)
+    # Of another process, by its number: a limit on time would kill a plain user's process 1.
+    instructions += _fails_unless(_LIMITS_OF, 0, _ALL_BITS, 0, errno.EPERM)
     instructions += _fails_unless(_CLONE, 0, _NEW_NAMESPACES, 0, errno.EPERM)
     instructions.append(_instruction(_RETURN, _ALLOW))
     return b"".join(instructions)
