@@ -21,7 +21,7 @@ from tests.clients.scripted_model import (
     plain_text,
     tool_results,
 )
-from tests.clients.systems import System
+from tests.clients.systems import Part, System
 from tests.unit.gateway.scripted_lane import contexts_of
 
 Protocol = Literal["chat", "responses", "messages"]
@@ -36,7 +36,10 @@ Mode = Literal[
     "cut_answer",
     "killed",
     "killed_late",
+    "inference_killed",
+    "engine_killed",
 ]
+# Modes of the log in memory too.
 MODES: tuple[Mode, ...] = (
     "plain",
     "path",
@@ -49,13 +52,22 @@ MODES: tuple[Mode, ...] = (
     "killed",
     "killed_late",
 )
+# What is killed and started again in a turn, by mode.
+KILLED: dict[Mode, Part] = {
+    "killed": "gateway",
+    "killed_late": "gateway",
+    "inference_killed": "inference",
+    "engine_killed": "engine",
+}
+# Modes that need processes of their own, and so the real log.
+ON_KAFKA: tuple[Mode, ...] = ("inference_killed", "engine_killed")
 FAULTS: dict[Mode, Fault] = {
     "refused": "refused",
     "failed": "failed",
     "cut_waiting": "cut_waiting",
     "cut_answer": "cut_answer",
 }
-# How long a kill waits for a stream to open; a request that is not streamed has no keep-alive.
+# How long a kill waits for a stream to open.
 _OPENS_S_MAX = 8.0
 _CLIENT_S_MAX = 120.0
 _OUTPUT_CHARACTERS = 4000
@@ -122,8 +134,12 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """What came of it.
 
     Attributes:
+        records: Its completions.
+        failed: What lanes said of attempts that gave none.
+        delivered: Requests whose answer a client had, one for each record that says so.
         prompts: What the model was asked, by request.
         samplings: How often it was asked.
+        model_calls: Requests for the model that the client sent, retries included.
     """
 
     exit_code: int | None
@@ -132,6 +148,9 @@ class Outcome(Struct, frozen=True, kw_only=True):
     records: list[Any]
     prompts: dict[str, list[int]]
     samplings: int
+    failed: list[Any] = []
+    delivered: list[str] = []
+    model_calls: int = 0
 
     def forks(self) -> list[str]:
         return [record.turn.fork_reason for record in self.records if record.turn.fork_reason]
@@ -167,7 +186,7 @@ ASKED_AGAIN = "asked again"  # What a program prints that did.
 
 
 def keepalive_s(mode: Mode) -> float:
-    """Of the gateway: in `killed` it is dead before a keep-alive, in `killed_late` after one."""
+    """Of the gateway: in `killed` it is dead before a keep-alive; later modes wait for one."""
     return 3.0 if mode == "killed" else 0.4
 
 
@@ -194,15 +213,24 @@ async def play(
     finally:
         await link.stop()
     file = scene.work / "out.txt"
-    records = await system.world.records(topics.FINISHED_COMPLETIONS)
+    episode_id = claim["episode_id"]
+    records = await _of_episode(system, topics.FINISHED_COMPLETIONS, episode_id)
+    deliveries = await _of_episode(system, topics.DELIVERED_COMPLETIONS, episode_id)
     return Outcome(
         exit_code=exit_code,
         output=output,
         file=file.read_text() if file.exists() else "",
-        records=[record for record in records if record.episode_id == claim["episode_id"]],
+        records=[record for record in records if record.finish_reason != "error"],
         prompts=system.prompts,
         samplings=system.samplings - before,
+        failed=[record for record in records if record.finish_reason == "error"],
+        delivered=[each.request_id for each in deliveries if not each.is_withdrawn],
+        model_calls=link.model_calls,
     )
+
+
+async def _of_episode(system: System, topic: topics.Topic, episode_id: str) -> list[Any]:
+    return [each for each in await system.world.records(topic) if each.episode_id == episode_id]
 
 
 def _scene(address: str, key: str, mode: Mode, folder: Path, installed: Path) -> Scene:
@@ -232,16 +260,29 @@ async def _trouble(mode: Mode, system: System, link: Link, script: ScriptedModel
         await script.reached.wait()
         await link.has_cut.wait()
         script.released.set()
-    if mode in ("killed", "killed_late"):
+    if mode in KILLED:
         script.hold_at = 1
         await script.reached.wait()
         if mode == "killed_late":
-            link.has_passed.clear()  # The next part is the keep-alive of this turn.
-            with suppress(TimeoutError):
-                await asyncio.wait_for(link.has_passed.wait(), _OPENS_S_MAX)
-        await system.kill()
-        script.released.set()
-        await system.restart()
+            await _kept_alive(link)
+        await system.kill(KILLED[mode])
+        if mode not in ON_KAFKA:
+            script.released.set()
+        await system.restart(KILLED[mode])
+        if mode in ON_KAFKA:
+            await _kept_alive(link)
+            script.released.set()
+
+
+async def _kept_alive(link: Link) -> None:
+    """Wait until a client that streams has read a keep-alive; another one has nothing to read.
+
+    Raises:
+        TimeoutError: none came.
+    """
+    if link.is_streamed:
+        link.has_passed.clear()  # The next part is the keep-alive of this turn.
+        await asyncio.wait_for(link.has_passed.wait(), _OPENS_S_MAX)
 
 
 async def _run(launch: Launch, scene: Scene) -> tuple[int | None, str]:

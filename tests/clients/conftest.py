@@ -1,6 +1,7 @@
 """Plays clients, asserts what holds for all of them, and keeps what passed for the table.
 
-FORGEMQ_TEST_CLIENTS_LOG=kafka plays them on the real broker, which the table does not show.
+FORGEMQ_TEST_CLIENTS_LOG=kafka plays all of them on the real broker; the table does not show
+these.
 """
 
 import os
@@ -10,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.bench import Check, Client, Mode, Outcome, keepalive_s, play
-from tests.clients.checks import assert_passed
-from tests.clients.install import missing
+from tests.clients.bench import Check, Client, Mode, Outcome, keepalive_s
+from tests.clients.checks import checked
 from tests.clients.systems import System, in_memory, on_kafka
-from tests.clients.table import Passed, forget, keep
 
 HERE = Path(__file__).parent
 LOG = os.environ.get("FORGEMQ_TEST_CLIENTS_LOG", "memory")
@@ -49,15 +48,7 @@ def check(system_of: SystemOf, tmp_path: Path) -> Check:
     """Plays a client in a mode, asserts what holds for all clients, and keeps that it passed."""
 
     async def run(client: Client, mode: Mode) -> Outcome:
-        if LOG == "memory":
-            forget(client, mode)
-        problem = missing(client.package)
-        assert problem == ""
         async with system_of(mode) as system:
-            outcome = await play(client, mode, tmp_path, system)
-        assert_passed(client, mode, outcome)
-        if LOG == "memory":
-            keep(Passed.of(client, mode, outcome))
-        return outcome
+            return await checked(client, mode, tmp_path, system, is_kept=LOG == "memory")
 
     return run

@@ -1,6 +1,7 @@
 """The network between a client and the gateway: one address across restarts, and one fault."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal
@@ -26,10 +27,11 @@ class Link:
 
     Attributes:
         has_passed: Is set with each part of an answer that the client was given.
+        is_streamed: Whether the newest call of the model asked for a stream.
     """
 
     def __init__(self, gateway_url: Callable[[], str], *, fault: Fault, fault_at: int) -> None:
-        self.model_calls = 0
+        self.model_calls, self.is_streamed = 0, False
         self.has_cut, self.has_passed = asyncio.Event(), asyncio.Event()
         self._gateway_url = gateway_url
         self._fault, self._fault_at = fault, fault_at
@@ -58,6 +60,7 @@ class Link:
         if request.method == "POST" and request.path.endswith(MODEL_CALLS):
             fault = self._fault if self.model_calls == self._fault_at else "none"
             self.model_calls += 1
+            self.is_streamed = bool(json.loads(body).get("stream"))
         if fault == "refused":
             return web.json_response(
                 {"error": {"type": "rate_limit_error", "message": "busy"}},

@@ -2,12 +2,11 @@
 
 import asyncio
 import json
-import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -16,17 +15,19 @@ from forgemq_contracts import topics
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.upkeep.machine import listening_socket
-from loadtests.stand_in_engine import Generation, Speed, StandInEngine, serving
+from loadtests.stand_in_engine import Generation
+from tests.clients.processes import CONTEXT_TOKENS_MAX, Child, deciding
 from tests.clients.scripted_model import ScriptedModel
 from tests.integration.gateway_process import GatewayProcess, gateway_on_broker
+from tests.ports import free_port
 from tests.unit.gateway.scripted_lane import sampled_as, wall_ms
 from tests.unit.gateway.world import SETTINGS, World, configuration_of, running
 from tests.unit.rendering.folders import write_model_folder
 
-# Room for the prompts of coding agents in the small vocabulary of the tests' model.
-CONTEXT_TOKENS_MAX = 300_000
 VOCABULARY = 512  # More than the small tokenizer has.
 LANE_S_MAX = 60.0
+
+Part = Literal["gateway", "inference", "engine"]
 
 
 class System:
@@ -37,14 +38,14 @@ class System:
         script: Answers from now on.
         prompts: What the model was asked, by request.
         samplings: How often it was asked.
-        kill: Ends the gateway at once.
-        restart: Starts it again, and waits until it serves.
+        kill: Ends a part at once; with the log in memory, the gateway is the only one.
+        restart: Starts it again as a launcher does; a gateway serves when this returns.
     """
 
     world: World
     script: ScriptedModel
-    kill: Callable[[], Awaitable[object]]
-    restart: Callable[[], Awaitable[None]]
+    kill: Callable[[Part], Awaitable[object]]
+    restart: Callable[[Part], Awaitable[None]]
 
     def __init__(self) -> None:
         self.prompts: dict[str, list[int]] = {}
@@ -88,13 +89,17 @@ async def in_memory(folder: Path, *, keepalive_s: float) -> AsyncIterator[System
         lambda asked: system.answer(asked.record.request_id, asked.context),
         settings=settings,
     ) as (world, _):
-        system.world, system.kill = world, world.kill
 
-        async def restart() -> None:
+        async def kill(part: Part) -> None:
+            assert part == "gateway", f"{part} is no process with the log in memory"
+            await world.kill()
+
+        async def restart(part: Part) -> None:
+            assert part == "gateway", f"{part} is no process with the log in memory"
             assert world.tasks is not None
             await world.start(world.tasks)
 
-        system.restart = restart
+        system.world, system.kill, system.restart = world, kill, restart
         yield system
 
 
@@ -117,10 +122,9 @@ async def on_kafka(
         )
         return ids, stop
 
-    engine = StandInEngine(Speed(context_tokens_max=CONTEXT_TOKENS_MAX), answer=decide)
     with listening_socket("127.0.0.1", wanted=0) as listener:
         async with (
-            serving(engine) as engine_url,
+            deciding(decide) as decides_at,
             gateway_on_broker(
                 _configuration(folder, run),
                 bootstrap=bootstrap,
@@ -128,33 +132,53 @@ async def on_kafka(
                 listener=listener,
                 environ={"FORGEMQ_GATEWAY_KEEPALIVE_S": str(keepalive_s)},
             ) as (world, gateway),
-            _inference(gateway, engine_url),
         ):
-            system.world = world
-            system.kill = lambda: gateway.end(signal.SIGKILL)
-            system.restart = lambda: gateway.start(world)
-            await gateway.start(world)
+            children = _lane_of(gateway, decides_at)
+            _let_end(system, world, gateway, children)
             try:
+                for child in children.values():
+                    await child.start()
+                await gateway.start(world)
                 await _serving_lane(world)
                 yield system
             finally:
                 await gateway.end(signal.SIGTERM)
+                for child in children.values():
+                    await child.end(signal.SIGTERM)
 
 
-@asynccontextmanager
-async def _inference(gateway: GatewayProcess, engine_url: str) -> AsyncIterator[None]:
-    """`python -m forgemq_inference` for lane 0 of the gateway's run."""
+def _lane_of(gateway: GatewayProcess, decides_at: str) -> dict[Part, Child]:
+    """Inference for lane 0 of the gateway's run, and its engine at one port."""
+    port = free_port()
     of_run = {name: gateway.environ[name] for name in ("FORGEMQ_RUN", "FORGEMQ_KAFKA")}
-    lane = {"FORGEMQ_INFERENCE_LANE": "0", "FORGEMQ_INFERENCE_ENGINE_URL": engine_url}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "forgemq_inference", env={**os.environ, **of_run, **lane}
-    )
-    try:
-        yield
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
-        await process.wait()
+    lane = {
+        "FORGEMQ_INFERENCE_LANE": "0",
+        "FORGEMQ_INFERENCE_ENGINE_URL": f"http://127.0.0.1:{port}",
+    }
+    return {
+        "inference": Child("-m", "forgemq_inference", environ={**of_run, **lane}),
+        "engine": Child("-m", "tests.clients.processes", str(port), decides_at),
+    }
+
+
+def _let_end(
+    system: System, world: World, gateway: GatewayProcess, children: dict[Part, Child]
+) -> None:
+    """Let the test end and start each part."""
+
+    async def kill(part: Part) -> None:
+        if part == "gateway":
+            await gateway.end(signal.SIGKILL)
+        else:
+            await children[part].end(signal.SIGKILL)
+
+    async def restart(part: Part) -> None:
+        if part == "gateway":
+            await gateway.start(world)
+        else:
+            await children[part].start()
+
+    system.world, system.kill, system.restart = world, kill, restart
 
 
 async def _serving_lane(world: World) -> None:

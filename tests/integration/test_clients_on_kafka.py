@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.clients.bench import Client, Mode, keepalive_s, play
+from tests.clients.bench import ON_KAFKA, Client, Mode, keepalive_s, play
 from tests.clients.checks import assert_passed
 from tests.clients.systems import System, on_kafka
 from tests.clients.test_libraries import ANTHROPIC, OPENAI
@@ -22,10 +22,12 @@ pytestmark = [
 ]
 
 CLIENTS = [client for client in (*OPENAI, *ANTHROPIC) if client.package == "sdk_python"]
-STREAMS = [client for client in CLIENTS if client.asks_again and client.protocol != "responses"]
+CHAT_AND_MESSAGES = [client for client in CLIENTS if client.protocol != "responses"]
+STREAMS = [client for client in CHAT_AND_MESSAGES if client.asks_again]
 CASES: list[tuple[Client, Mode]] = [
     *((client, "parallel") for client in CLIENTS),
     *((client, mode) for client in STREAMS for mode in ("killed", "killed_late")),
+    *((client, mode) for client in CHAT_AND_MESSAGES for mode in ON_KAFKA),
 ]
 
 
