@@ -22,12 +22,12 @@ pytestmark = [
 ]
 
 CLIENTS = [client for client in (*OPENAI, *ANTHROPIC) if client.package == "sdk_python"]
-CHAT_AND_MESSAGES = [client for client in CLIENTS if client.protocol != "responses"]
-STREAMS = [client for client in CHAT_AND_MESSAGES if client.asks_again]
+STREAMS = [client for client in CLIENTS if client.asks_again and client.protocol != "responses"]
+WHOLE = CLIENTS[0]
 CASES: list[tuple[Client, Mode]] = [
     *((client, "parallel") for client in CLIENTS),
     *((client, mode) for client in STREAMS for mode in ("killed", "killed_late")),
-    *((client, mode) for client in CHAT_AND_MESSAGES for mode in ON_KAFKA),
+    *((client, mode) for client in (WHOLE, *STREAMS) for mode in ON_KAFKA),
 ]
 
 
