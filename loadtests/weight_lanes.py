@@ -49,7 +49,7 @@ class Lane:
             telemetry=telemetry,
         )
         self._state = WeightsState(lane=number, epoch=1, served=Served(weights=BASE))
-        copies = copies_in(folder / f"cache-{number}")
+        copies = copies_in(folder / "cache", lane=number)
         self._loader = WeightLoader(
             engine,
             self._state,

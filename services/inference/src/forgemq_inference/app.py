@@ -69,7 +69,7 @@ async def main(context: Context) -> None:
 def _listen(context: Context, settings: InferenceSettings, cache: Path) -> RelayedWeights:
     try:
         return RelayedWeights(
-            # Lanes of one machine may share a cache; what a lane gets by relay is its own.
+            # Lanes of one machine may share a cache; what a lane gets is its own.
             cache / f"relay-{settings.lane}",
             run=context.configuration.run,
             host=settings.host,

@@ -29,6 +29,8 @@ _CHUNK_BYTES = 8 * 2**20
 """Read at once for a checksum: large enough for the disk's full speed."""
 _HEADER_START_BYTES = 8
 """A safetensors file begins with its header's length, a 64-bit integer."""
+_PARTIAL = ".partial"
+"""Ends the name of a copy that is not whole yet."""
 _COPIES_KEPT = 2
 """The newest, and the one before it, which the engine may still be reading."""
 
@@ -44,7 +46,7 @@ class DurableCopies:
     """
 
     def __init__(self, cache: Path) -> None:
-        """Note the cache folder; it is made when a remote copy is downloaded."""
+        """Note the cache folder, which nobody else uses; a download makes it."""
         self._cache = cache
         self._verified_sha256 = ""
 
@@ -65,6 +67,8 @@ class DurableCopies:
         return await asyncio.to_thread(self._folder, published)
 
     def _folder(self, published: Published) -> Path:
+        for left in self._cache.glob(f"*{_PARTIAL}"):  # By a process that was killed.
+            shutil.rmtree(left, ignore_errors=True)
         try:
             if isinstance(published, PublishedWeights) and published.deltas:
                 return self._patched(published)
@@ -114,7 +118,7 @@ class DurableCopies:
         target = self._cache / sha256
         if target.exists():
             return self._checked(target, sha256)
-        partial = self._cache / f"{sha256}.partial"
+        partial = self._cache / f"{sha256}{_PARTIAL}"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         make(partial)
@@ -142,9 +146,14 @@ class Copies(NamedTuple):
     heads: DurableCopies
 
 
-def copies_in(cache: Path) -> Copies:
-    """Copies that are downloaded into a folder, those of heads into one below it."""
-    return Copies(DurableCopies(cache), DurableCopies(cache / "heads"))
+def copies_in(cache: Path, *, lane: int) -> Copies:
+    """Copies that are downloaded into a lane's own folder of a cache, those of heads below it.
+
+    Lanes of one machine may share a cache. They are at different versions: each deletes what it
+    does not need any more.
+    """
+    own = cache / f"lane-{lane}"
+    return Copies(DurableCopies(own), DurableCopies(own / "heads"))
 
 
 async def file_sha256(path: Path) -> str | None:

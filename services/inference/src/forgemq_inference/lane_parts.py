@@ -119,7 +119,7 @@ def _loader(
     pauses: PauseClock,
     telemetry: Telemetry,
 ) -> WeightLoader:
-    engine, copies = edges.engine, copies_in(edges.cache)
+    engine, copies = edges.engine, copies_in(edges.cache, lane=identity.lane)
     return WeightLoader(
         engine,
         weights,

@@ -71,6 +71,7 @@ class InferenceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         str,
         Meta(
             description="Folder for downloaded and relayed weights, which the engine reads; in "
-            "memory if it is a tmpfs. Holds at most two versions of each. '': a temporary one."
+            "memory if it is a tmpfs. Lanes of one machine may share it; it holds at most two "
+            "versions of each kind for each lane. '': a temporary one."
         ),
     ] = ""
