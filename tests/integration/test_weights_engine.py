@@ -83,10 +83,12 @@ class Publisher:
 
 
 @asynccontextmanager
-async def publisher(folder: Path, mode: str, *, ranks: int = 1) -> AsyncIterator[Publisher]:
+async def publisher(
+    folder: Path, mode: str, *, ranks: int = 1, backend: str = "gloo"
+) -> AsyncIterator[Publisher]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "tests.integration.weight_publisher", str(folder), mode, str(ranks)),
+        *("-m", "tests.integration.weight_publisher", str(folder), mode, str(ranks), backend),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )

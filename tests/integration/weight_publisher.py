@@ -1,8 +1,9 @@
 """A trainer's fast path in a separate process: rank 0 of one lane's process group.
 
-    python -m tests.integration.weight_publisher FOLDER MODE [RANKS]
+    python -m tests.integration.weight_publisher FOLDER MODE [RANKS] [BACKEND]
 
-RANKS: processes of the lane's engines, 1 by default. Prints the offer as one JSON line, waits for a
+RANKS: processes of the lane's engines, 1 by default. BACKEND: `gloo`, by default, or `nccl`, which
+sends from the first GPU. Prints the offer as one JSON line, waits for a
 line on stdin, and then, by MODE:
     send    broadcasts the folder's weights and prints the result of FastPaths.send; repeats this
             for each further line, which names the next folder; after a `|` a line may name the
@@ -22,13 +23,15 @@ from pathlib import Path
 import msgspec
 
 from forgemq_trainer.fast_path import FastPaths
+from forgemq_trainer.process_group import BackendName
 from forgemq_trainer.transfer_deadline import TransferDeadline
 
 DEADLINE_S = 20.0
 
 
-def main(first: str, mode: str, ranks: str = "1") -> None:
-    paths = FastPaths(host="127.0.0.1", backend="gloo", deadline=TransferDeadline(DEADLINE_S, 2e8))
+def main(first: str, mode: str, ranks: str = "1", backend: BackendName = "gloo") -> None:
+    deadline = TransferDeadline(DEADLINE_S, 2e8)
+    paths = FastPaths(host="127.0.0.1", backend=backend, deadline=deadline, device="cuda:0")
     for line in _lines(first):
         offers = paths.offer({0: 1}, prefix=f"test-{os.getpid()}", ranks={0: int(ranks)})
         _say(msgspec.json.encode(offers).decode())
@@ -64,4 +67,4 @@ def _lines(first: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:])  # type: ignore[arg-type]  # the backend is one of two words
