@@ -15,13 +15,14 @@ from forgemq_contracts.messages import Output
 from forgemq_contracts.run import EndedRun, StartedRun
 from forgemq_contracts.topics import (
     ENDED_RUNS,
+    LOADED_WEIGHTS,
     MERGED_GROUPS,
     REPORTED_ENGINES,
     RETIRED_GROUPS,
     STARTED_RUNS,
     Topic,
 )
-from forgemq_contracts.weights import ReportedEngine
+from forgemq_contracts.weights import LoadedWeights, ReportedEngine
 from forgemq_launcher.commands.inspection import print_groups
 from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.headlines import headlines
@@ -225,7 +226,33 @@ def test_a_lane_that_does_not_answer_yet_makes_no_headline():
     run.put(REPORTED_ENGINES, report)
     assert headlines(before, state_of(run)) == []
     run.put(REPORTED_ENGINES, msgspec.structs.replace(report, is_serving=True, reported_ms=2))
+    # How it has its weights is on another topic, and read later here.
+    assert headlines(before, state_of(run)) == []
+    run.put(
+        LOADED_WEIGHTS,
+        LoadedWeights(lane=0, epoch=1, lineage=0, version=0, path="start", duration_s=0.0),
+    )
     assert headlines(before, state_of(run)) == ["lane 0 serves version 0 (start, paused 0.00 s)"]
+
+
+def test_a_lane_is_said_to_serve_a_version_by_the_way_that_this_version_came():
+    """Its heartbeat is read before the record of the load, and the next load before a heartbeat."""
+    run = SyntheticRun()
+    run.publish(1)
+    before = state_of(run)
+    weights = {"lane": 0, "epoch": 1, "lineage": 1}
+    report = {"url": "http://e", "is_serving": True, "running": 3, "queued": 1}
+    run.put(REPORTED_ENGINES, ReportedEngine(**weights, **report, version=2, reported_ms=2))
+    assert headlines(before, state_of(run)) == []
+    for version, path, paused_s in ((2, "durable", 0.5), (3, "fast", 0.1)):
+        load = LoadedWeights(
+            **weights, version=version, path=path, duration_s=1.0, paused_s=paused_s
+        )
+        run.put(LOADED_WEIGHTS, load)
+    served_2 = state_of(run)
+    assert headlines(before, served_2) == ["lane 0 serves version 2 (durable, paused 0.50 s)"]
+    run.put(REPORTED_ENGINES, ReportedEngine(**weights, **report, version=3, reported_ms=3))
+    assert headlines(served_2, state_of(run)) == ["lane 0 serves version 3 (fast, paused 0.10 s)"]
 
 
 async def test_a_resumed_run_names_the_last_step_that_was_trained():

@@ -13,6 +13,9 @@ from forgemq_run_view.state import Activity, EngineState, RatePoint
 RATE_SPAN_MS = 20_000
 """Tokens per second are a mean over this time: a shorter one shows single turns."""
 
+LOADS_KEPT_MAX = 8
+"""Of each lane: its heartbeat is at most a second behind."""
+
 BUCKET_MS = 10_000
 """One point of the curve of tokens per second."""
 BUCKETS_KEPT_MAX = 720
@@ -28,7 +31,7 @@ class EngineBook:
 
     def __init__(self) -> None:
         self._reported: dict[int, ReportedEngine] = {}
-        self._loaded: dict[int, tuple[int, LoadedWeights]] = {}
+        self._loads: dict[int, deque[LoadedWeights]] = {}
         self._recent: deque[tuple[int, int]] = deque()
         self._activity: dict[str, tuple[int, int]] = {}
         self._buckets: dict[int, int] = {}
@@ -47,7 +50,7 @@ class EngineBook:
             case ReportedEngine() as record:
                 self._apply_report(record)
             case LoadedWeights() as record:
-                self._apply_load(record, time_ms=message.timestamp_ms)
+                self._loads.setdefault(record.lane, deque(maxlen=LOADS_KEPT_MAX)).append(record)
             case PublishedWeights() as record:
                 self.version = max(self.version, record.version)
             case FinishedCompletion() as record if is_candidate(record):
@@ -107,13 +110,8 @@ class EngineBook:
         if known is None or (record.epoch, record.reported_ms) >= (known.epoch, known.reported_ms):
             self._reported[record.lane] = record
 
-    def _apply_load(self, record: LoadedWeights, *, time_ms: int) -> None:
-        known = self._loaded.get(record.lane)
-        if known is None or time_ms >= known[0]:
-            self._loaded[record.lane] = (time_ms, record)
-
     def _engine(self, record: ReportedEngine) -> EngineState:
-        loaded = self._loaded.get(record.lane)
+        loaded = self._load_of(record)
         return EngineState(
             lane=record.lane,
             epoch=record.epoch,
@@ -124,6 +122,14 @@ class EngineBook:
             running=record.running,
             queued=record.queued,
             reported_ms=record.reported_ms,
-            path=loaded[1].path if loaded else "",
-            paused_s=loaded[1].paused_s if loaded else 0.0,
+            path=loaded.path if loaded else "",
+            paused_s=loaded.paused_s if loaded else 0.0,
         )
+
+    def _load_of(self, report: ReportedEngine) -> LoadedWeights | None:
+        """How the weights that a lane reports arrived: another topic, read sooner or later."""
+        reported = (report.epoch, report.lineage, report.version)
+        for load in reversed(self._loads.get(report.lane, ())):
+            if (load.epoch, load.lineage, load.version) == reported:
+                return load
+        return None

@@ -186,8 +186,10 @@ class EngineState(Struct, frozen=True, kw_only=True):
     running: int
     queued: int
     reported_ms: int
-    path: Annotated[str, Meta(description="How its newest weights arrived.")] = ""
-    paused_s: Annotated[float, Meta(description="Paused for its newest weights.")] = 0.0
+    path: Annotated[
+        str, Meta(description="How these weights arrived; '' until their own record is read.")
+    ] = ""
+    paused_s: Annotated[float, Meta(description="Paused for these weights.")] = 0.0
 
 
 class Activity(Struct, frozen=True, kw_only=True):

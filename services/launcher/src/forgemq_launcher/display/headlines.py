@@ -35,11 +35,12 @@ def _alarms(before: RunState, after: RunState) -> list[str]:
 
 
 def _weights(before: RunState, after: RunState) -> list[str]:
-    known = {(e.lane, e.lineage, e.version) for e in before.engines if e.is_serving}
+    # A heartbeat may be read before the record that says how the weights arrived.
+    known = {(e.lane, e.lineage, e.version) for e in before.engines if e.is_serving and e.path}
     return [
-        f"lane {e.lane} serves version {e.version} ({e.path or 'start'}, paused {e.paused_s:.2f} s)"
+        f"lane {e.lane} serves version {e.version} ({e.path}, paused {e.paused_s:.2f} s)"
         for e in after.engines
-        if e.is_serving and (e.lane, e.lineage, e.version) not in known
+        if e.is_serving and e.path and (e.lane, e.lineage, e.version) not in known
     ]
 
 
