@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.weights import Rendezvous
@@ -81,6 +82,35 @@ async def test_new_weights_come_from_the_durable_copy_if_no_fast_path_is_offered
     assert (loaded.version, loaded.path, engine.weight_version) == (1, "durable", "1.1")
     assert loaded.duration_s >= loaded.paused_s > 0
     assert report.version == 1
+
+
+class _SlowToLoad(StandInEngine):
+    """Reads a folder only once it may."""
+
+    def __init__(self, speed: Speed) -> None:
+        super().__init__(speed)
+        self.is_asked, self.may_load = asyncio.Event(), asyncio.Event()
+
+    async def _load(self, http: web.Request) -> web.Response:
+        self.is_asked.set()
+        await self.may_load.wait()
+        return await super()._load(http)
+
+
+async def test_each_of_two_loads_in_a_row_is_recorded_as_the_version_that_it_brought(
+    base: Path, trained: Path
+) -> None:
+    """The second version is published while the engine loads the first."""
+    engine = _SlowToLoad(Speed())
+    async with serving_scene(base, engine) as scene:
+        await scene.publish(trained, version=1)
+        await engine.is_asked.wait()
+        await scene.publish(trained, version=2)
+        await asyncio.sleep(1.0)
+        engine.may_load.set()
+        loaded = await scene.loaded(count=3)
+    assert [(each.version, each.path) for each in loaded[:2]] == [(0, "start"), (1, "durable")]
+    assert [each.version for each in loaded] == [0, 1, 2]
 
 
 async def test_the_fast_path_receives_every_tensor_once_in_name_order(

@@ -170,6 +170,25 @@ async def test_a_chain_of_deltas_makes_the_bytes_of_each_version(
     assert uploads == [["1.0"], ["1.0", "1.1"], ["1.0", "1.1", "1.2"], ["1.3"], ["1.3", "1.4"]]
 
 
+async def test_the_two_newest_stay_of_copies_that_were_made_of_one_another(
+    tmp_path: Path, remote: str
+) -> None:
+    """A copy that is made of another one has its time, by which the oldest are found."""
+    weights = DurableWeights(remote, run="r", drafts=tmp_path / "drafts", deltas_max=8)
+    cache = tmp_path / "cache"
+    copies = DurableCopies(cache)
+    versions = [_version(weights, number, values) for number, values in enumerate(_steps(8))]
+    for number, uploaded in enumerate(versions[:7]):
+        folder = await copies.folder(_published(uploaded, number))
+        newest = {each.sha256 for each in versions[max(0, number - 1) : number + 1]}
+        assert {each.name for each in cache.iterdir()} == newest
+        assert folder.name == uploaded.sha256
+    # An older one is wanted again, as after a restart of the trainer: then it is the newest.
+    again = await copies.folder(_published(versions[5], 5))
+    await copies.folder(_published(versions[7], 7))
+    assert again.exists()
+
+
 async def test_a_step_that_changed_nothing_is_a_delta_too(tmp_path: Path, remote: str) -> None:
     weights = DurableWeights(remote, run="r", drafts=tmp_path / "drafts", deltas_max=2)
     values = next(_steps(1))

@@ -156,7 +156,8 @@ class Attachment:
         if self._configuration.speculation is not None and server.speculative_algorithm is None:
             # The run goes on as well without: only no token is guessed.
             self._telemetry.event("engine_does_not_speculate", url=self._engine.url)
-        await self._load_newest()
+        while await self._load_next() is not None:
+            pass
         if self._weights.served.is_dirty:
             raise EngineRefusedError("an update of the engine broke off and nothing is published")
         await self._engine.resume(timeout_s=_RESUME_TIMEOUT_S)
@@ -198,7 +199,8 @@ class Attachment:
         while True:
             await self._published.wait()
             self._published.clear()
-            for loading in await self._load_newest():
+            # Recorded before the next one: a record names the weights that are served.
+            while (loading := await self._load_next()) is not None:
                 await self._reports.write_loaded_weights(loading)
             await self._join_offered()
 
@@ -214,26 +216,24 @@ class Attachment:
             self._is_loading = False
             self._reports.allow(is_wanted=self._is_wanted)
 
-    async def _load_newest(self) -> list[Loading]:
-        """Load until nothing newer is published; usually one load."""
-        loadings: list[Loading] = []
+    async def _load_next(self) -> Loading | None:
+        """Load the newest published weights; None if the engine has them."""
         failures = 0
         self._is_loading = True
         try:
             while (load := self._weights.next_load()) is not None:
                 try:
-                    loadings.append(await self._loader.load(load))
-                    failures = 0
+                    return await self._loader.load(load)
                 except (EngineRefusedError, DurableCopyError) as error:
                     failures += 1
                     self._telemetry.event("load_failed", failures=failures, error=str(error))
                     if failures >= self._settings.load_attempts_max:
                         raise
                     await asyncio.sleep(_LOAD_RETRY_S * failures)
+            return None
         finally:
             self._is_loading = False
             self._reports.allow(is_wanted=self._is_wanted)
-        return loadings
 
     async def _watch_engine(self) -> None:
         """Check the engine until it is lost.

@@ -8,6 +8,7 @@ that it changes are in the cache. Version 0 is the base model's own folder.
 
 import asyncio
 import hashlib
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -117,6 +118,7 @@ class DurableCopies:
         """The folder of these weights in the cache, made if it is not there."""
         target = self._cache / sha256
         if target.exists():
+            os.utime(target)
             return self._checked(target, sha256)
         partial = self._cache / f"{sha256}{_PARTIAL}"
         shutil.rmtree(partial, ignore_errors=True)
@@ -124,6 +126,7 @@ class DurableCopies:
         make(partial)
         # Before the rename: broken weights in the cache would be used again and again.
         self._checked(partial, sha256).rename(target)
+        os.utime(target)  # A copy that was made of another one has the other's time.
         self._remove_oldest()
         return target
 
@@ -135,7 +138,8 @@ class DurableCopies:
 
     def _remove_oldest(self) -> None:
         complete = [each for each in self._cache.iterdir() if _SHA256.fullmatch(each.name)]
-        for folder in sorted(complete, key=lambda folder: folder.stat().st_mtime)[:-_COPIES_KEPT]:
+        complete.sort(key=lambda folder: folder.stat().st_mtime_ns)
+        for folder in complete[:-_COPIES_KEPT]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
