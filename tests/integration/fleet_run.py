@@ -1,0 +1,134 @@
+"""What tests of whole runs with several engines share: the engines, and what a run left."""
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.log import Record
+from forgemq_contracts import topics
+from forgemq_contracts.weights import LoadedWeights, PublishedWeights
+from forgemq_sglang_cpu.server import EngineServer
+from tests.engine_fixture import ENGINE_MODEL, START_TIMEOUT_S, engine_options
+from tests.integration.launched_run import DIALOGUE, LaunchedRun
+from tests.integration.run_log import GROUP_PARTITIONS, accounts, records_of
+from tests.ports import free_port
+from tests.small_run import small_run
+
+RUN_S_MAX = 900.0
+
+
+@contextmanager
+def second_engine(folder: Path) -> Iterator[str]:
+    """Address of an engine beside that of the session."""
+    server = EngineServer(str(ENGINE_MODEL), folder, port=free_port(), options=engine_options())
+    server.start()
+    try:
+        server.wait_healthy(timeout_s=START_TIMEOUT_S)
+        yield server.url
+    finally:
+        server.stop()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetRun:
+    """A run of the dialogue on the real broker: `play` it, then read what it left.
+
+    Attributes:
+        run: Its processes.
+        run_id: Its id.
+        bootstrap: Address of the broker.
+        steps: That it trains.
+        lanes: Its engines.
+    """
+
+    run: LaunchedRun
+    run_id: str
+    bootstrap: str
+    steps: int
+    lanes: int = 1
+
+    @classmethod
+    def on(
+        cls,
+        bootstrap: str,
+        run_id: str,
+        folder: Path,
+        *,
+        steps: int,
+        lanes: int = 1,
+        environ: Mapping[str, str],
+    ) -> "FleetRun":
+        """Start nothing yet."""
+        run = LaunchedRun(folder, {"FORGEMQ_KAFKA": bootstrap, **environ})
+        return cls(run=run, run_id=run_id, bootstrap=bootstrap, steps=steps, lanes=lanes)
+
+    def play(self, *overrides: str) -> None:
+        """Play it to its end; every guarantee holds then, and no process is left.
+
+        G1 and G2 are also read from the log, without the product's audit.
+        """
+        try:
+            self.run.start(
+                DIALOGUE,
+                f"run={self.run_id}",
+                f"trainer.steps={self.steps}",
+                f"log.lanes={self.lanes}",
+                "evaluation.tasks=0",
+                "log.keep_for_replay=true",
+                *overrides,
+            )
+            status = self.run.wait_for_end(within_s=RUN_S_MAX)
+            assert self.run.left_behind() == []
+        finally:
+            self.run.close()
+        assert status == 0, self.run.story()
+        report = self.run.report(self.run_id)
+        held = dict.fromkeys(("G1", "G2", "G3", "G4", "G5"), True)
+        assert report["guarantees"] == held, report["guarantees_checked"]
+        assert (report["steps"], report["groups_open"]) == (self.steps, 0)
+        assert report["staleness_max"] <= report["staleness_bound"]
+        log = accounts(self.bootstrap, run=self.run_id, blobs=self._blobs)
+        log.assert_exactly_once()
+        assert list(log.surviving_steps()) == list(range(self.steps))
+
+    def published(self) -> list[PublishedWeights]:
+        """Every publication, in order."""
+        return self.records(topics.PUBLISHED_WEIGHTS)
+
+    def loaded(self, lane: int) -> list[LoadedWeights]:
+        """What a lane has served of this run, in order."""
+        loaded = self.records(topics.LOADED_WEIGHTS)
+        # Lineage 0 is what the engine started with.
+        return [each for each in loaded if each.lane == lane and each.lineage > 0]
+
+    def records(self, topic: topics.Topic) -> list[Any]:
+        """Every record of a topic, decoded, one partition after another."""
+        layout = small_run(group_partitions=GROUP_PARTITIONS, lanes=self.lanes)
+        count = topics.partition_count(topic, layout)
+
+        async def read() -> list[Record]:
+            blobs = BlobStore(self._blobs, run=self.run_id)
+            log = KafkaLog(KafkaConnection(bootstrap=self.bootstrap), run=self.run_id, blobs=blobs)
+            try:
+                return await records_of(log, topic.name, partitions=count)
+            finally:
+                await log.close()
+
+        return [topics.decode(topic, record.value) for record in asyncio.run(read())]
+
+    def events(self, service: str, name: str) -> list[dict[str, Any]]:
+        """Every event of this name in a service's log, over all its lives."""
+        log = self.run.runs / self.run_id / "logs" / f"{service}.log"
+        lines = log.read_text(errors="replace").splitlines()
+        events = [json.loads(line) for line in lines if line.startswith("{") and name in line]
+        return [event for event in events if event.get("event") == name]
+
+    @property
+    def _blobs(self) -> str:
+        return self.run.environ.get("FORGEMQ_BLOBS") or str(self.run.blobs(self.run_id))

@@ -1,0 +1,138 @@
+"""Whole runs on real engines, each with one part of docs/fleet.md, and the audit of each.
+
+Those in which a process is killed are in `test_fleet_kills.py`. Runs with a pool, with 8-bit
+weights and with lanes that come and go have files of their own.
+"""
+
+import pytest
+from s3fs import S3FileSystem
+
+from forgemq_contracts import topics
+from forgemq_launcher.commands.new_head import write_new_head
+from tests.engine_fixture import ENGINE_MODEL
+from tests.integration.fleet_run import FleetRun, second_engine
+from tests.integration.object_store import object_store
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
+
+
+@pytest.mark.long
+def test_a_run_trains_its_draft_head_which_the_engine_guesses_with(
+    kafka_bootstrap, new_run_id, tmp_path
+):
+    """A random head, which holds no guess: the engine accepts more of each version's."""
+    head = tmp_path / "head"
+    write_new_head(ENGINE_MODEL, head, seed=0)
+    steps = 6
+    fleet = FleetRun.on(kafka_bootstrap, new_run_id(), tmp_path / "run", steps=steps, environ={})
+    fleet.play(f"speculation.head={head}", "speculation.learning_rate=5e-3")
+    # Every version brings another head, in one pause with the policy.
+    versions = fleet.published()
+    heads = [each.head.sha256 for each in versions[1:] if each.head is not None]
+    assert [each.version for each in versions] == list(range(steps + 1))
+    assert len(set(heads)) == steps
+    served = [(each.version, each.path) for each in fleet.loaded(0)]
+    assert served[:steps] == [(0, "start"), *((n, "fast") for n in range(1, steps))]
+    assert fleet.events("inference-0", "head_not_loaded") == []
+    overlaps = [step.metrics.draft_overlap for step in fleet.records(topics.TRAINED_STEPS)]
+    assert overlaps[-1] > 2 * overlaps[0] > 0, overlaps
+    points = fleet.run.report(fleet.run_id)["acceptance"]
+    # Of a version that sampled no completion whole there is none.
+    assert points[0]["version"] == 0
+    assert points[-1]["version"] >= steps - 3
+    assert all(1 <= point["length"] <= 4 and point["verifications"] > 0 for point in points)
+    # Of some hundred tokens a step it learns little: 1.0 under version 0, up to 1.1 later.
+    assert max(point["length"] for point in points[1:]) > points[0]["length"], points
+    finished = fleet.records(topics.FINISHED_COMPLETIONS)
+    assert all(each.verifications > 0 for each in finished if len(each.output) > 4 * 8)
+
+
+@pytest.mark.long
+def test_a_run_relays_its_weights_from_one_of_two_engines_to_the_other(
+    kafka_bootstrap, base_engine_url, new_run_id, tmp_path
+):
+    """The trainer sends one copy; each lane loads every version from the files it was sent."""
+    steps = 5
+    with second_engine(tmp_path / "engine") as second:
+        fleet = FleetRun.on(
+            kafka_bootstrap,
+            new_run_id(),
+            tmp_path / "run",
+            steps=steps,
+            lanes=2,
+            environ={
+                "FORGEMQ_ENGINE_URL": f"{base_engine_url},{second}",
+                "FORGEMQ_TRAINER_FAST_PATH": "relay",
+            },
+        )
+        fleet.play()
+    relayed = fleet.events("trainer", "relayed")
+    assert [(each["version"], each["lanes"]) for each in relayed] == [
+        (version, 2) for version in range(1, steps + 1)
+    ]
+    for each in relayed:
+        # The weights, and the small files beside them.
+        assert 1 < each["sent_bytes"] / each["size_bytes"] < 1.1
+    assert fleet.events("trainer", "lane_left_out") == []
+    passed = fleet.events("inference-0", "weights_passed_on")
+    assert {each["to_lane"] for each in passed} == {1}
+    for lane in range(2):
+        served = [(each.version, each.path) for each in fleet.loaded(lane)]
+        assert served[:steps] == [(0, "start"), *((n, "fast") for n in range(1, steps))]
+        for name in ("relay_failed", "relay_broken", "wrong_tensor", "load_failed"):
+            assert fleet.events(f"inference-{lane}", name) == []
+        assert f"lane {lane} serves version {steps - 1} (fast" in fleet.run.output()
+
+
+@pytest.mark.slow
+def test_a_run_with_its_blobs_in_an_object_store_serves_what_changed(
+    kafka_bootstrap, base_engine_url, new_run_id, tmp_path, monkeypatch
+):
+    """Without a fast path the engine has every version from the store, most of them as a delta."""
+    steps = 4
+    with object_store() as store:
+        for name, value in store.environ.items():
+            monkeypatch.setenv(name, value)
+        fleet = FleetRun.on(
+            kafka_bootstrap,
+            new_run_id(),
+            tmp_path,
+            steps=steps,
+            environ={
+                "FORGEMQ_BLOBS": store.uri,
+                "FORGEMQ_ENGINE_URL": base_engine_url,
+                "FORGEMQ_TRAINER_FAST_PATH": "off",
+                "FORGEMQ_TRAINER_DELTAS_MAX": "8",
+                "FORGEMQ_INFERENCE_CACHE": str(tmp_path / "cache"),
+            },
+        )
+        fleet.play("model.dtype=bfloat16")
+        versions = fleet.published()
+        served = fleet.loaded(0)
+        S3FileSystem.clear_instance_cache()
+    assert [(each.version, each.kind) for each in versions] == [
+        (0, "full"),
+        (1, "full"),
+        *((version, "delta") for version in range(2, steps + 1)),
+    ]
+    uploaded = {
+        key.rpartition("/weights/")[2].split("/", 1)[1]: size
+        for key, size in store.written.items()
+        if "/weights/" in key
+    }
+    whole = uploaded["1.1/model.safetensors"]
+    for each in versions[2:]:
+        assert len(each.deltas) == each.version - 1
+        name = f"1.{each.version}/weights.delta"
+        assert uploaded[name] == each.deltas[-1].size_bytes < 0.3 * whole
+        assert f"1.{each.version}/model.safetensors" not in uploaded
+    # A version that is replaced before its load begins is left out.
+    loaded = [(each.version, each.path) for each in served]
+    assert loaded[0] == (0, "start")
+    assert loaded[1:] == [(n, "durable") for n in range(1, steps + 1) if (n, "durable") in loaded]
+    assert sum(versions[version].kind == "delta" for version, _ in loaded) >= 2, loaded
+    assert loaded[-1][0] >= steps - 1
+    # The engine's copy of the newest version it served was made of the one before.
+    cached = {folder.name for folder in (tmp_path / "cache" / "lane-0").iterdir()}
+    assert versions[served[-1].version].sha256 in cached
+    assert fleet.events("inference-0", "load_failed") == []
