@@ -14,6 +14,8 @@ class Habits:
 
     Attributes:
         wrong_step: In a sum, of each step.
+        stops_early: In a sum, of leaving out the last number.
+        skipped: In a sum, of leaving out the second number.
         wrong_entry: In an answer from a document, of each entry.
         wrong_word: In a program, of each of the three parts of its description.
         unclosed: In a program, of a parenthesis that is not closed.
@@ -23,7 +25,9 @@ class Habits:
         bad_call: At the desk, of each call that is malformed; it is repeated.
     """
 
-    wrong_step: float = 0.22
+    wrong_step: float = 0.04
+    stops_early: float = 0.3
+    skipped: float = 0.2
     wrong_entry: float = 0.2
     wrong_word: float = 0.16
     unclosed: float = 0.1
@@ -35,6 +39,8 @@ class Habits:
 
 FLAWLESS = Habits(
     wrong_step=0.0,
+    stops_early=0.0,
+    skipped=0.0,
     wrong_entry=0.0,
     wrong_word=0.0,
     unclosed=0.0,
@@ -56,11 +62,16 @@ def turns(
 
 
 def _reasoning(drawn: dict[str, Any], choose: random.Random, habits: Habits) -> Turns:
-    totals = drawn["numbers"][:1]
-    for number in drawn["numbers"][1:]:
+    numbers = list(drawn["numbers"])
+    if choose.random() < habits.stops_early:
+        numbers.pop()
+    if choose.random() < habits.skipped:
+        numbers.pop(1)
+    totals = numbers[:1]
+    for number in numbers[1:]:
         is_wrong = choose.random() < habits.wrong_step
         totals.append(totals[-1] + number + (choose.choice((-2, -1, 1, 2)) if is_wrong else 0))
-    yield reasoning.worked(drawn["numbers"], totals), ""
+    yield reasoning.worked(numbers, totals), ""
 
 
 def _documents(drawn: dict[str, Any], choose: random.Random, habits: Habits) -> Turns:

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 COUNTS = (3, 4)
-NUMBER_MAX = 9
+NUMBER_MAX = 5
 
 
 def draw(choose: random.Random) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def draw(choose: random.Random) -> dict[str, Any]:
 
 
 def worked(numbers: Sequence[int], totals: Sequence[int]) -> str:
-    """The steps that lead to these totals, and the answer: "3+5=8, 8+8=16. The total is 16."."""
+    """The steps that lead to these totals, and the answer: "3+5=8, 8+4=12. The total is 12."."""
     steps = [
         f"{before}+{number}={after}"
         for number, (before, after) in zip(numbers[1:], pairwise(totals), strict=True)
