@@ -5,6 +5,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,20 @@ def engine_options() -> EngineOptions:
     return EngineOptions(weight_group_timeout_s=WEIGHT_GROUP_TIMEOUT_S)
 
 
+@contextmanager
+def started_engine(
+    folder: Path, options: EngineOptions, *, model: Path = ENGINE_MODEL
+) -> Iterator[str]:
+    """Address of an engine with its logs in a folder; it serves until the block ends."""
+    server = EngineServer(str(model), folder, port=free_port(), options=options)
+    server.start()
+    try:
+        server.wait_healthy(timeout_s=START_TIMEOUT_S)
+        yield server.url
+    finally:
+        server.stop()
+
+
 @pytest.fixture(scope="session")
 def engine_model() -> Path:
     """The model behind `engine_url`."""
@@ -30,7 +45,7 @@ def engine_model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine_url(engine_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def engine_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real engine; FORGEMQ_TEST_ENGINE names one that is running already.
 
     Its start takes 25-160 s, in the setup of the first test that asks for it.
@@ -38,18 +53,8 @@ def engine_url(engine_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     if running := os.environ.get("FORGEMQ_TEST_ENGINE"):
         yield running
         return
-    server = EngineServer(
-        str(engine_model),
-        tmp_path_factory.mktemp("engine"),
-        port=free_port(),
-        options=engine_options(),
-    )
-    server.start()
-    try:
-        server.wait_healthy(timeout_s=START_TIMEOUT_S)
-        yield server.url
-    finally:
-        server.stop()
+    with started_engine(tmp_path_factory.mktemp("engine"), engine_options()) as url:
+        yield url
 
 
 @pytest.fixture

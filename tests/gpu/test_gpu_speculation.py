@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 
 from forgemq_sglang_cpu.options import EngineOptions
-from forgemq_sglang_cpu.server import EngineServer
-from tests.engine_fixture import ENGINE_MODEL, START_TIMEOUT_S
+from tests.engine_fixture import started_engine
 from tests.integration.trained_head import (
     generated,
     held_out_starts,
     tokens_a_pass,
     trained_on_demonstrations,
 )
-from tests.ports import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 
@@ -31,13 +29,8 @@ TOKENS = 60
 def gpu_engine(folder: Path, *, head: str) -> Iterator[str]:
     """Address of an engine with this draft head; without one if it is ""."""
     options = EngineOptions(has_gpu=True, head=head, context_tokens_max=372, extra=IN_FULL)
-    server = EngineServer(str(ENGINE_MODEL), folder, port=free_port(), options=options)
-    server.start()
-    try:
-        server.wait_healthy(timeout_s=START_TIMEOUT_S)
-        yield server.url
-    finally:
-        server.stop()
+    with started_engine(folder, options) as url:
+        yield url
 
 
 def timed(url: str, prompts: Sequence[Sequence[int]]) -> tuple[list[Any], float]:

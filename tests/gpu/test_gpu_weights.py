@@ -16,12 +16,10 @@ from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.weights import RelayedLane, Rendezvous
 from forgemq_sglang_cpu.options import EngineOptions
-from forgemq_sglang_cpu.server import EngineServer
 from forgemq_trainer.samples import sampled_parameters
-from tests.engine_fixture import ENGINE_MODEL, START_TIMEOUT_S, reset_engine
+from tests.engine_fixture import ENGINE_MODEL, reset_engine, started_engine
 from tests.integration.test_weights_engine import logprobs, perturbed, publisher, spans
 from tests.lane_scene import LaneScene, create_topics
-from tests.ports import free_port
 from tests.relay_sender import relay
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -40,14 +38,8 @@ def gpu_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     options = EngineOptions(
         has_gpu=True, gpu_first=torch.cuda.device_count() - 1, extra=IN_FULL, context_tokens_max=372
     )
-    folder = tmp_path_factory.mktemp("engine")
-    server = EngineServer(str(ENGINE_MODEL), folder, port=free_port(), options=options)
-    server.start()
-    try:
-        server.wait_healthy(timeout_s=START_TIMEOUT_S)
-        yield server.url
-    finally:
-        server.stop()
+    with started_engine(tmp_path_factory.mktemp("engine"), options) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,26 +12,11 @@ from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.log import Record
 from forgemq_contracts import topics
 from forgemq_contracts.weights import LoadedWeights, PublishedWeights
-from forgemq_sglang_cpu.server import EngineServer
-from tests.engine_fixture import ENGINE_MODEL, START_TIMEOUT_S, engine_options
 from tests.integration.launched_run import DIALOGUE, LaunchedRun
 from tests.integration.run_log import GROUP_PARTITIONS, accounts, records_of
-from tests.ports import free_port
 from tests.small_run import small_run
 
 RUN_S_MAX = 900.0
-
-
-@contextmanager
-def second_engine(folder: Path) -> Iterator[str]:
-    """Address of an engine beside that of the session."""
-    server = EngineServer(str(ENGINE_MODEL), folder, port=free_port(), options=engine_options())
-    server.start()
-    try:
-        server.wait_healthy(timeout_s=START_TIMEOUT_S)
-        yield server.url
-    finally:
-        server.stop()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,15 +19,13 @@ from forgemq_contracts.loss import Loss
 from forgemq_contracts.trees import MergedTree
 from forgemq_inference.engine import Engine
 from forgemq_merger.core.merger import Merger
-from forgemq_sglang_cpu.server import EngineServer
 from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.core.memory import Microbatch
 from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import read_tree
 from forgemq_trainer.model import load_model
-from tests.engine_fixture import ENGINE_MODEL, START_TIMEOUT_S, engine_options, reset_engine
+from tests.engine_fixture import ENGINE_MODEL, engine_options, reset_engine, started_engine
 from tests.lane_scene import GROUP, LaneScene, create_topics
-from tests.ports import free_port
 from tests.unit.merger.records import feed, scored
 from tests.unit.trainer.scene import save_base
 
@@ -77,15 +75,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """An engine for this file: the session's engine serves a dense model."""
-    server = EngineServer(
-        str(model), tmp_path_factory.mktemp("engine"), port=free_port(), options=engine_options()
-    )
-    server.start()
-    try:
-        server.wait_healthy(timeout_s=START_TIMEOUT_S)
-        yield server.url
-    finally:
-        server.stop()
+    with started_engine(tmp_path_factory.mktemp("engine"), engine_options(), model=model) as url:
+        yield url
 
 
 async def scene_on(url: str, model: Path) -> LaneScene:

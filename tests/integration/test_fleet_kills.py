@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from forgemq_contracts.weights import LoadedWeights
-from tests.engine_fixture import ENGINE_MODEL, reset_engine
-from tests.integration.fleet_run import FleetRun, second_engine
+from tests.engine_fixture import ENGINE_MODEL, engine_options, reset_engine, started_engine
+from tests.integration.fleet_run import FleetRun
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1500)]
 
@@ -22,7 +22,7 @@ KILL_POINTS = Path(__file__).with_name("kill_points")
 
 @pytest.fixture(scope="module")
 def second_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with second_engine(tmp_path_factory.mktemp("second")) as url:
+    with started_engine(tmp_path_factory.mktemp("second"), engine_options()) as url:
         yield url
 
 

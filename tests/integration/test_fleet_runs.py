@@ -9,8 +9,8 @@ from s3fs import S3FileSystem
 
 from forgemq_contracts import topics
 from forgemq_launcher.commands.new_head import write_new_head
-from tests.engine_fixture import ENGINE_MODEL
-from tests.integration.fleet_run import FleetRun, second_engine
+from tests.engine_fixture import ENGINE_MODEL, engine_options, started_engine
+from tests.integration.fleet_run import FleetRun
 from tests.integration.object_store import object_store
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
@@ -53,7 +53,7 @@ def test_a_run_relays_its_weights_from_one_of_two_engines_to_the_other(
 ):
     """The trainer sends one copy; each lane loads every version from the files it was sent."""
     steps = 5
-    with second_engine(tmp_path / "engine") as second:
+    with started_engine(tmp_path / "engine", engine_options()) as second:
         fleet = FleetRun.on(
             kafka_bootstrap,
             new_run_id(),
@@ -91,6 +91,7 @@ def test_a_run_with_its_blobs_in_an_object_store_serves_what_changed(
     """Without a fast path the engine has every version from the store, most of them as a delta."""
     steps = 4
     with object_store() as store:
+        # Of this process too, which reads the blobs of records.
         for name, value in store.environ.items():
             monkeypatch.setenv(name, value)
         fleet = FleetRun.on(

@@ -11,9 +11,7 @@ import pytest
 from forgemq_inference.engine import Engine
 from forgemq_sglang_cpu.options import EngineOptions
 from forgemq_sglang_cpu.pool import EnginePool
-from forgemq_sglang_cpu.server import EngineServer
-from tests.engine_fixture import START_TIMEOUT_S
-from tests.ports import free_port
+from tests.engine_fixture import started_engine
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -35,9 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(
-    engine_model: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
+def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     pool = EnginePool(
         storage="file",
         folder=str(folder),
@@ -45,18 +41,8 @@ def url(
         page_tokens=PAGE_TOKENS,
     )
     assert pool.prefetch == "timeout"
-    server = EngineServer(
-        str(engine_model),
-        tmp_path_factory.mktemp("engine"),
-        port=free_port(),
-        options=EngineOptions(pool=pool),
-    )
-    server.start()
-    try:
-        server.wait_healthy(timeout_s=START_TIMEOUT_S)
-        yield server.url
-    finally:
-        server.stop()
+    with started_engine(tmp_path_factory.mktemp("engine"), EngineOptions(pool=pool)) as url:
+        yield url
 
 
 async def found_in_storage(engine: Engine, context: list[int]) -> int:

@@ -19,17 +19,15 @@ from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.weights import PublishedWeights, RelayedLane
 from forgemq_fp8_blocks import dequantised, quantise_model
 from forgemq_inference.engine import EngineRefusedError
-from forgemq_sglang_cpu.server import EngineServer
 from forgemq_trainer.samples import sampled_parameters
 from forgemq_trainer.storage.durable import DurableWeights
 from forgemq_trainer.storage.weights import read_weights_folder
 from loadtests.wide_demo import wide_demo
-from tests.engine_fixture import START_TIMEOUT_S, engine_options, reset_engine
+from tests.engine_fixture import engine_options, reset_engine, started_engine
 from tests.float8 import nearest
 from tests.integration.launched_run import DIALOGUE, LaunchedRun
 from tests.integration.test_weights_engine import logprobs, perturbed, publisher, spans
 from tests.lane_scene import LaneScene, create_topics
-from tests.ports import free_port
 from tests.relay_sender import relay
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -60,18 +58,9 @@ def trained(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fp8_server(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = EngineServer(
-        str(in_blocks(wide)),
-        tmp_path_factory.mktemp("engine"),
-        port=free_port(),
-        options=engine_options(),
-    )
-    server.start()
-    try:
-        server.wait_healthy(timeout_s=START_TIMEOUT_S)
-        yield server.url
-    finally:
-        server.stop()
+    folder = tmp_path_factory.mktemp("engine")
+    with started_engine(folder, engine_options(), model=in_blocks(wide)) as url:
+        yield url
 
 
 @pytest.fixture

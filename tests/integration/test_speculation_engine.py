@@ -21,12 +21,11 @@ from forgemq_contracts import topics
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_launcher.commands.new_head import write_new_head
-from forgemq_sglang_cpu.server import EngineServer
 from tests.engine_fixture import (
     ENGINE_MODEL,
-    START_TIMEOUT_S,
     engine_options,
     reset_engine,
+    started_engine,
 )
 from tests.integration.draft_heads import acceptance, fitted_head, relay_and_lose, reset_head
 from tests.integration.test_cached_tokens import (
@@ -46,7 +45,6 @@ from tests.integration.test_reply_forms_engine import (
 )
 from tests.integration.test_weights_engine import logprobs, perturbed, publisher, spans
 from tests.lane_scene import LaneScene, create_topics
-from tests.ports import free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -97,14 +95,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def speculating(start_head: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     options = msgspec.structs.replace(engine_options(), head=str(start_head))
-    folder = tmp_path_factory.mktemp("engine")
-    server = EngineServer(str(ENGINE_MODEL), folder, port=free_port(), options=options)
-    server.start()
-    try:
-        server.wait_healthy(timeout_s=START_TIMEOUT_S)
-        yield server.url
-    finally:
-        server.stop()
+    with started_engine(tmp_path_factory.mktemp("engine"), options) as url:
+        yield url
 
 
 async def reset(url: str, head: Path) -> None:

@@ -7,15 +7,13 @@ import numpy as np
 import pytest
 
 from forgemq_sglang_cpu.options import EngineOptions
-from forgemq_sglang_cpu.server import EngineServer
-from tests.engine_fixture import ENGINE_MODEL, START_TIMEOUT_S
+from tests.engine_fixture import started_engine
 from tests.integration.trained_head import (
     generated,
     held_out_starts,
     tokens_a_pass,
     trained_on_demonstrations,
 )
-from tests.ports import free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -32,15 +30,8 @@ def guessing_engine(
 ) -> Iterator[str]:
     """An engine that drafts three tokens with the trained head."""
     options = EngineOptions(head=str(trained_head[0]), context_tokens_max=372)
-    server = EngineServer(
-        str(ENGINE_MODEL), tmp_path_factory.mktemp("engine"), port=free_port(), options=options
-    )
-    server.start()
-    try:
-        server.wait_healthy(timeout_s=START_TIMEOUT_S)
-        yield server.url
-    finally:
-        server.stop()
+    with started_engine(tmp_path_factory.mktemp("engine"), options) as url:
+        yield url
 
 
 def test_a_pass_of_the_policy_yields_over_two_and_a_half_tokens_with_a_trained_head(
