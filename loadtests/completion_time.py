@@ -1,12 +1,12 @@
 """Does a reward for completion time make agents work in parallel, by the clock on the wall?
 
 Trains the shop desk with tools that really take their seconds (`shop_desk.real_time`), once with
-the reward for speed and once without. Then judges both trained models, twice and in turns, and
-the base model between them on the held-out tasks, without a trainer: `wall_s_per_episode` has what
-else the machine does in it, so only times of models that were judged beside each other compare.
-Curves of the training episodes go to docs/learning/.
+the reward for speed and once without, for each of three seeds. Then judges both trained models of
+a seed, twice and in turns, and the base model between them on the held-out tasks, without a
+trainer: `wall_s_per_episode` has what else the machine does in it, so only times of models that
+were judged beside each other compare. Curves of the training episodes go to docs/learning/.
 
-    make load NAME=completion_time JSON=completion_time.json    # two runs and five judgings
+    make load NAME=completion_time JSON=completion_time.json    # six runs and fifteen judgings
 
 A run that was played before is read again. `--case NAME` trains this case and judges nothing.
 """
@@ -16,6 +16,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 import matplotlib as mpl
@@ -39,29 +40,29 @@ SETTINGS = (
 )
 # Fixed before the first run; without the reward `speed` is measured and weighs nothing.
 CASES = {"with_speed": "rewards.beta=1.0", "without_speed": "rewards.beta=0.0"}
-SEED = 0
+SEEDS = (0, 1, 2)
 JUDGED = ("with_speed", "without_speed", "base", "without_speed", "with_speed")
 """In this order, so that a machine that gets steadily slower or faster favours none."""
 UNITS = {"success_sampled": "share", "parallel_share": "share", "calling_turns": "turns"}
 
 
-def name_of(case: str) -> str:
+def name_of(case: str, seed: int) -> str:
     """The name of a run of this load test."""
-    return f"completion-time-{case.replace('_', '-')}"
+    return f"completion-time-{case.replace('_', '-')}-{seed}"
 
 
-def train(case: str) -> Path:
+def train(case: str, seed: int) -> Path:
     """Train a case; returns the run's folder."""
-    settings = (f"seed={SEED}", f"trainer.steps={STEPS}", "evaluation.greedy=false")
-    return play(name_of(case), RUN_FILE, *settings, CASES[case], *SETTINGS)
+    settings = (f"seed={seed}", f"trainer.steps={STEPS}", "evaluation.greedy=false")
+    return play(name_of(case, seed), RUN_FILE, *settings, CASES[case], *SETTINGS)
 
 
-def judge_case(case: str, *, number: int) -> Path:
+def judge_case(case: str, seed: int, *, number: int) -> Path:
     """Play each held-out task once with the last weights of a case; returns the run's folder."""
-    last = folder_of(name_of(case)) / "checkpoints" / "checkpoints" / f"step-{STEPS - 1:08}"
+    last = folder_of(name_of(case, seed)) / "checkpoints" / "checkpoints" / f"step-{STEPS - 1:08}"
     model = "deploy/demo/model" if case == "base" else str(last)
     settings = ("rewards.beta=1.0", *SETTINGS)
-    run = name_of(f"{case}-{number}")
+    run = f"{name_of(case, seed)}-judged-{number}"
     return judge(run, model, RUN_FILE, *settings, domain="shop_desk", samples=1)
 
 
@@ -82,12 +83,12 @@ def results(rows: Sequence[EpisodeRow]) -> dict[str, float]:
     }
 
 
-def curve_of(case: str) -> Path:
+def curve_of(case: str, seed: int) -> Path:
     """Where the curve of a case is written."""
-    return CURVES / f"{name_of(case)}.jsonl"
+    return CURVES / f"{name_of(case, seed)}.jsonl"
 
 
-def write_curve(case: str, rows: Sequence[EpisodeRow]) -> None:
+def write_curve(case: str, seed: int, rows: Sequence[EpisodeRow]) -> None:
     """Write what the training episodes took and reached, by the version of their first token."""
     by_version = defaultdict(list)
     for row in rows:
@@ -97,17 +98,18 @@ def write_curve(case: str, rows: Sequence[EpisodeRow]) -> None:
         json.dumps({"version": version, "episodes": len(found), **results(found)})
         for version, found in sorted(by_version.items())
     ]
-    curve_of(case).write_text("".join(f"{line}\n" for line in lines))
+    curve_of(case, seed).write_text("".join(f"{line}\n" for line in lines))
 
 
-def draw(cases: Sequence[str]) -> None:
-    """Draw the curves of these cases: parallel turns, and success on training tasks."""
+def draw() -> None:
+    """Draw the curves of all runs: parallel turns, and success on training tasks."""
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for case in cases:
-        points = [json.loads(line) for line in curve_of(case).read_text().splitlines()]
+    for (number, case), seed in product(enumerate(CASES), SEEDS):
+        points = [json.loads(line) for line in curve_of(case, seed).read_text().splitlines()]
         versions = [point["version"] for point in points]
+        label = case if seed == SEEDS[0] else None
         for axes, metric in zip(panels, ("parallel_share", "success_sampled"), strict=True):
-            axes.plot(versions, [point[metric] for point in points], label=case)
+            axes.plot(versions, [p[metric] for p in points], color=f"C{number}", label=label)
             axes.set(xlabel="version of the weights", ylabel=metric, ylim=(0, 1))
     panels[0].legend()
     figure.savefig(CURVES / "completion-time.png", dpi=110)
@@ -117,8 +119,9 @@ def draw(cases: Sequence[str]) -> None:
 def add_judged(measurement: Measurement) -> None:
     """Judge all models, and add the rows of each, of each judging, and of their comparison."""
     judged = defaultdict(list)
-    for place, case in enumerate(JUDGED):
-        judged[case].append(graded_episodes(judge_case(case, number=JUDGED[:place].count(case))))
+    for seed, (place, case) in product(SEEDS, enumerate(JUDGED)):
+        folder = judge_case(case, seed, number=JUDGED[:place].count(case))
+        judged[case].append(graded_episodes(folder))
     found: Mapping[str, dict[str, float]] = {
         case: results([row for rows in parts for row in rows]) for case, parts in judged.items()
     }
@@ -126,7 +129,8 @@ def add_judged(measurement: Measurement) -> None:
         for metric, value in values.items():
             measurement.row(case, metric, value, UNITS.get(metric, "s"))
         for rows in judged[case]:
-            measurement.row(f"{case}, each", "wall_s", results(rows)["wall_s_per_episode"], "s")
+            for metric, value in results(rows).items():
+                measurement.row(f"{case}, each", metric, value, UNITS.get(metric, "s"))
     ours, control = found["with_speed"], found["without_speed"]
     for metric in ("wall_s_per_episode", "tool_s_per_episode"):
         measurement.row("with over without", metric, ours[metric] / control[metric], "ratio")
@@ -142,13 +146,13 @@ def main() -> int:
         question="Does a reward for completion time make agents work in parallel?",
         conditions={
             "run": f"{RUN_FILE} with tools that take their seconds, {STEPS} steps, {AT_ONCE} "
-            f"episodes at once, seed {SEED}"
+            f"episodes at once, seeds {', '.join(map(str, SEEDS))}"
         },
     )
-    for case in options.case or CASES:
-        write_curve(case, graded_episodes(train(case)))
+    for seed, case in product(SEEDS, options.case or CASES):
+        write_curve(case, seed, graded_episodes(train(case, seed)))
     if not options.case:
-        draw(list(CASES))
+        draw()
         add_judged(measurement)
     return measurement.finish(options.json)
 

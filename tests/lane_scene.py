@@ -62,7 +62,7 @@ def configuration(
     model: Path,
     *,
     lanes: int = 2,
-    head: Path | None = None,
+    speculation: Speculation | None = None,
     repetition_stop: RepetitionStop = RepetitionStop(),  # noqa: B008  # frozen
     teacher_url: str = "",
     quantization: str = "none",
@@ -76,7 +76,7 @@ def configuration(
         log=LogLayout(group_partitions=PARTITIONS, lanes=lanes),
         episodes=Episodes(repetition_stop=repetition_stop),
         distillation=Distillation(url=teacher_url) if teacher_url else None,
-        speculation=None if head is None else Speculation(head=str(head)),
+        speculation=speculation,
     )
 
 
@@ -108,7 +108,7 @@ class LaneScene:
         engine_url: str,
         lane: int = 0,
         lanes: int = 2,
-        head: Path | None = None,
+        speculation: Speculation | None = None,
         repetition_stop: RepetitionStop = RepetitionStop(),  # noqa: B008  # frozen
         teacher_url: str = "",
         quantization: str = "none",
@@ -120,7 +120,7 @@ class LaneScene:
         self.engine_url = engine_url
         self.lane = lane
         self.lanes = lanes
-        self.head = head
+        self.speculation = speculation
         self.quantization = quantization
         self.events = StringIO()
         self._writer: Any = None
@@ -137,7 +137,7 @@ class LaneScene:
                 configuration=configuration(
                     self.model,
                     lanes=self.lanes,
-                    head=self.head,
+                    speculation=self.speculation,
                     repetition_stop=self.repetition_stop,
                     teacher_url=self.teacher_url,
                     quantization=self.quantization,

@@ -5,7 +5,7 @@ Each is a whole run on two real engines, whose processes kill themselves once, o
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -34,9 +34,28 @@ def engine_urls(base_engine_url: str, second_url: str) -> str:
 
 
 def play_with_a_kill(
-    service: str, at: str, *, bootstrap: str, run_id: str, folder: Path, urls: str, way: str
+    service: str,
+    at: str,
+    *,
+    bootstrap: str,
+    run_id: str,
+    folder: Path,
+    urls: str = "",
+    way: str,
+    overrides: Sequence[str] = (),
 ) -> FleetRun:
-    """Play a run whose service kills itself on the way of version 2."""
+    """Play a run whose service kills itself on the way of version 2.
+
+    Args:
+        service: Which one.
+        at: Its kill point.
+        bootstrap: Address of the broker.
+        run_id: Of the run.
+        folder: For the run's own files.
+        urls: Of two engines; "" for one that the launcher starts.
+        way: The trainer's fast path.
+        overrides: More settings of the run.
+    """
     mark = folder / "killed"
     python_path = [str(KILL_POINTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     fleet = FleetRun.on(
@@ -44,9 +63,9 @@ def play_with_a_kill(
         run_id,
         folder / "run",
         steps=STEPS,
-        lanes=2,
+        lanes=2 if urls else 1,
         environ={
-            "FORGEMQ_ENGINE_URL": urls,
+            **({"FORGEMQ_ENGINE_URL": urls} if urls else {}),
             "FORGEMQ_TRAINER_FAST_PATH": way,
             "PYTHONPATH": os.pathsep.join(python_path),
             "KILLED_SERVICE": service,
@@ -54,7 +73,7 @@ def play_with_a_kill(
             "KILLED_MARK": str(mark),
         },
     )
-    fleet.play()
+    fleet.play(*overrides)
     assert mark.exists()
     name = service if service == "trainer" else f"{service}-0"
     assert fleet.run.output().count("was killed by SIGKILL;") == 1, fleet.run.story()

@@ -50,12 +50,11 @@ async def gateway_on(
     *,
     stream: StreamPolicy = "recorded",
     telemetry: Telemetry | None = None,
-    head: Path | None = None,
+    speculation: Speculation | None = None,
 ) -> AsyncIterator[World]:
     """A gateway and one lane with this engine, on one log."""
     configuration = configuration_of(model, context_tokens_max=900)
     queue = msgspec.structs.replace(configuration.queues[0], stream=stream)
-    speculation = None if head is None else Speculation(head=str(head))
     configuration = msgspec.structs.replace(configuration, queues=(queue,), speculation=speculation)
     world = World(MemoryLog(run="r", clock_ms=wall_ms).open, configuration)
     world.telemetry = telemetry or world.telemetry

@@ -20,6 +20,7 @@ from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.completions import FinishedCompletion
+from forgemq_contracts.speculation import Speculation
 from forgemq_launcher.commands.new_head import write_new_head
 from tests.engine_fixture import (
     ENGINE_MODEL,
@@ -110,7 +111,9 @@ async def serving_scene(url: str, start_head: Path) -> AsyncIterator[LaneScene]:
     await reset(url, start_head)
     log = MemoryLog(run="r")
     await create_topics(log)
-    scene = LaneScene(log, model=ENGINE_MODEL, engine_url=url, head=start_head)
+    scene = LaneScene(
+        log, model=ENGINE_MODEL, engine_url=url, speculation=Speculation(head=str(start_head))
+    )
     async with scene.serving():
         await scene.report(is_serving=True)
         yield scene
@@ -232,7 +235,12 @@ async def test_a_late_lane_drafts_with_the_newest_head_of_an_older_version(
             assert response.status == 200
     log = MemoryLog(run="r")
     await create_topics(log)
-    scene = LaneScene(log, model=ENGINE_MODEL, engine_url=speculating, head=start_head)
+    scene = LaneScene(
+        log,
+        model=ENGINE_MODEL,
+        engine_url=speculating,
+        speculation=Speculation(head=str(start_head)),
+    )
     await scene.publish(same_policy, version=1, head=other_head)
     await scene.publish(same_policy, version=2, head=learned_head)
     await scene.publish(same_policy, version=3)
@@ -251,7 +259,12 @@ async def test_the_head_of_an_older_version_that_is_gone_costs_nothing_but_its_g
     shutil.copytree(learned_head, gone)
     log = MemoryLog(run="r")
     await create_topics(log)
-    scene = LaneScene(log, model=ENGINE_MODEL, engine_url=speculating, head=start_head)
+    scene = LaneScene(
+        log,
+        model=ENGINE_MODEL,
+        engine_url=speculating,
+        speculation=Speculation(head=str(start_head)),
+    )
     await scene.publish(same_policy, version=1, head=gone)
     await scene.publish(same_policy, version=2)
     shutil.rmtree(gone)
@@ -322,7 +335,12 @@ async def test_the_gateway_expects_one_cached_token_less_of_an_engine_that_guess
 ) -> None:
     await reset(speculating, start_head)
     telemetry, reader = metered()
-    async with gateway_on(speculating, ENGINE_MODEL, telemetry=telemetry, head=start_head) as world:
+    async with gateway_on(
+        speculating,
+        ENGINE_MODEL,
+        telemetry=telemetry,
+        speculation=Speculation(head=str(start_head)),
+    ) as world:
         await play(world, first=0)
         counted = outcomes(reader)
         finished: list[Any] = await world.records(topics.FINISHED_COMPLETIONS)

@@ -63,7 +63,7 @@ def check(configuration: RunConfiguration) -> None:
     check_curricula(configuration)
     check_supervised(configuration)
     if configuration.pool is not None:
-        _check_pool(configuration.pool, has_head=configuration.speculation is not None)
+        _check_pool(configuration.pool, has_drafts=configuration.speculation is not None)
     _check_speculation(configuration)
     _check_lanes(configuration)
     context_tokens_max = configuration.model.context_tokens_max
@@ -150,11 +150,11 @@ def _check_live(configuration: RunConfiguration) -> None:
             raise ValueError(f"live.{field}: every key must have its own, got {twice} twice")
 
 
-def _check_pool(pool: Pool, *, has_head: bool) -> None:
-    if has_head:
+def _check_pool(pool: Pool, *, has_drafts: bool) -> None:
+    if has_drafts:
         raise ValueError(
-            "pool must be left out if speculation is given: nobody has tried whether a draft head "
-            "finds its own K/V in a pool"
+            "pool must be left out if speculation is given: nobody has tried whether what "
+            "guesses finds its own K/V in a pool"
         )
     foreign = ("extra_config",) if pool.storage == "file" else ("folder", "folder_gb_max")
     for field in foreign:
@@ -251,21 +251,31 @@ def _check_speculation(configuration: RunConfiguration) -> None:
     speculation = configuration.speculation
     if speculation is None:
         return
-    if configuration.trainer.world_size > 1:
-        raise ValueError(
-            "trainer.world_size must be 1 with [speculation]: a draft head trains on the rank that "
-            f"holds the whole model, got {configuration.trainer.world_size}"
-        )
-    if are_several(configuration.updates):
-        raise ValueError(
-            "updates.minibatches and updates.passes must be 1 with [speculation]: nobody has tried "
-            "a draft head that follows several updates of a step, got "
-            f"{configuration.updates.minibatches} and {configuration.updates.passes}"
-        )
     context_tokens_max = configuration.model.context_tokens_max
     if speculation.steps + 1 >= context_tokens_max:
         raise ValueError(
             "speculation.steps must be at least 2 below model.context_tokens_max: the drafted "
             f"tokens and the one before them are read together, got {speculation.steps} and "
             f"{context_tokens_max}"
+        )
+    if bool(speculation.head) == bool(speculation.model):
+        raise ValueError(
+            "speculation.head or speculation.model must be given, and not both: one of them "
+            f"guesses, got {speculation.head!r} and {speculation.model!r}"
+        )
+    if speculation.is_trained:
+        _check_trained_head(configuration)
+
+
+def _check_trained_head(configuration: RunConfiguration) -> None:
+    if configuration.trainer.world_size > 1:
+        raise ValueError(
+            "trainer.world_size must be 1 with speculation.head: a draft head trains on the rank "
+            f"that holds the whole model, got {configuration.trainer.world_size}"
+        )
+    if are_several(configuration.updates):
+        raise ValueError(
+            "updates.minibatches and updates.passes must be 1 with speculation.head: nobody has "
+            "tried a draft head that follows several updates of a step, got "
+            f"{configuration.updates.minibatches} and {configuration.updates.passes}"
         )

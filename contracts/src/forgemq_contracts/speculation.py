@@ -6,19 +6,23 @@ from msgspec import Meta, Struct
 
 
 class Speculation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A draft head that guesses the policy's next tokens, and is trained with the policy.
+    """A draft that guesses the policy's next tokens: a head or a small model, one of the two.
 
-    The engine samples exactly as without it; only how many tokens a pass yields differs.
+    A head is trained with the policy; a small model stays as it is. The engine samples exactly as
+    without either; only how many tokens a pass yields differs.
     """
 
     head: Annotated[
         str,
         Meta(
-            min_length=1,
             description="Folder of the head the run starts with: config.json names the class "
-            "`LlamaForCausalLMEagle`; embedding and language-model head are the policy's.",
+            "`LlamaForCausalLMEagle`; embedding and language-model head are the policy's. The "
+            "settings after `steps` are of its training.",
         ),
-    ]
+    ] = ""
+    model: Annotated[
+        str, Meta(description="Folder of a small model with the policy's vocabulary.")
+    ] = ""
     steps: Annotated[
         int, Meta(ge=1, le=16, description="Tokens drafted before each pass of the policy.")
     ] = 3
@@ -39,3 +43,8 @@ class Speculation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     push_every_steps: Annotated[
         int, Meta(ge=1, description="The head is published with every so many versions.")
     ] = 1
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the run trains and publishes what guesses: a head, never a small model."""
+        return bool(self.head)

@@ -86,6 +86,17 @@ def test_a_draft_head_on_several_ranks_is_refused():
         check(run)
 
 
+def test_a_small_model_that_guesses_is_taken_where_a_head_could_not_be_trained():
+    small = Speculation(model="m")
+    check(msgspec.structs.replace(SOUND, speculation=small, trainer=Trainer(steps=1, world_size=2)))
+
+
+@pytest.mark.parametrize("given", [Speculation(), Speculation(head="h", model="m")])
+def test_what_guesses_is_a_head_or_a_small_model_and_never_both(given):
+    with pytest.raises(ValueError, match=r"^speculation\.head or speculation\.model must be given"):
+        check(msgspec.structs.replace(SOUND, speculation=given))
+
+
 def outside_queue(domain: str) -> Queue:
     return Queue(domain=domain, task_source="", agent="")
 

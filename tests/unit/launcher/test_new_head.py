@@ -11,10 +11,11 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from forgemq_contracts.draft_head import head_shape, head_tensors, is_head
+from forgemq_contracts.speculation import Speculation
 from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.commands.new_head import write_new_head
 from forgemq_launcher.core.configuration import ConfigurationError, configuration
-from forgemq_launcher.model_folder import check_head_folder
+from forgemq_launcher.model_folder import check_draft_folder
 
 MODEL = Path(__file__).parents[3] / "deploy" / "demo" / "model"
 
@@ -86,9 +87,9 @@ def test_a_head_of_another_model_is_refused_by_the_size_that_differs(tmp_path: P
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"vocab_size": 96}))
     write_new_head(tmp_path / "other", tmp_path / "head", seed=0)
-    check_head_folder(tmp_path / "head", model=tmp_path / "other")
+    check_draft_folder(Speculation(head=str(tmp_path / "head")), model=tmp_path / "other")
     with pytest.raises(ConfigurationError, match="vocabulary_size 96, the model has 704"):
-        check_head_folder(tmp_path / "head", model=MODEL)
+        check_draft_folder(Speculation(head=str(tmp_path / "head")), model=MODEL)
 
 
 def test_the_heads_folder_is_looked_for_where_the_run_was_started() -> None:
@@ -99,3 +100,27 @@ def test_the_heads_folder_is_looked_for_where_the_run_was_started() -> None:
     made = configuration(values, run="r", folder=PurePath("/work"))
     assert made.speculation is not None
     assert made.speculation.head == "/work/heads/first"
+
+
+def test_a_small_model_that_guesses_must_have_the_policys_vocabulary(tmp_path: Path) -> None:
+    small = Speculation(model=str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"^speculation\.model: .* has no weights"):
+        check_draft_folder(small, model=MODEL)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigurationError, match=r"^speculation\.model: .* has no config\.json$"):
+        check_draft_folder(small, model=MODEL)
+    config = json.loads((MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 96}))
+    with pytest.raises(ConfigurationError, match="vocabulary_size 96, the model has 704"):
+        check_draft_folder(small, model=MODEL)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    check_draft_folder(small, model=MODEL)
+
+
+def test_the_small_models_folder_is_looked_for_where_the_run_was_started() -> None:
+    values = {
+        **tomllib.loads((MODEL.parent / "run.toml").read_text()),
+        "speculation": {"model": "small"},
+    }
+    made = configuration(values, run="r", folder=PurePath("/work"))
+    assert made.speculation == Speculation(model="/work/small")

@@ -59,7 +59,7 @@ def test_a_gpu_engine_that_records_expert_routes_runs_a_kernel_that_gets_them() 
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
-def test_an_engine_with_a_head_drafts_one_chain_and_reads_it_with_the_token_before_it(
+def test_an_engine_that_drafts_makes_one_chain_and_reads_it_with_the_token_before_it(
     has_gpu: bool,
 ) -> None:
     command = line(EngineOptions(has_gpu=has_gpu, head="h", draft_steps=5))
@@ -68,6 +68,8 @@ def test_an_engine_with_a_head_drafts_one_chain_and_reads_it_with_the_token_befo
         "--speculative-eagle-topk 1 --speculative-num-draft-tokens 6"
     )
     assert "speculative" not in line(EngineOptions(has_gpu=has_gpu))
+    small = line(EngineOptions(has_gpu=has_gpu, draft_model="m", draft_steps=5))
+    assert small == command.replace("EAGLE", "STANDALONE").replace("path h", "path m")
 
 
 def test_engines_that_share_a_machine_begin_at_different_gpus() -> None:

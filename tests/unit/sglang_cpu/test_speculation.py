@@ -159,9 +159,9 @@ def test_probabilities_outside_top_k_and_top_p_become_zero_and_the_others_sum_to
 
 @pytest.mark.parametrize(
     ("algorithm", "is_supported"),
-    [("EAGLE", True), ("STANDALONE", False), ("EAGLE3", False), ("NGRAM", False)],
+    [("EAGLE", True), ("STANDALONE", True), ("EAGLE3", False), ("NGRAM", False)],
 )
-def test_a_cpu_drafts_with_a_head_alone_and_sglang_refuses_the_rest_by_name(
+def test_a_cpu_drafts_with_a_head_or_a_small_model_and_sglang_refuses_the_rest_by_name(
     algorithm: str, is_supported: bool
 ) -> None:
     assert speculation.drafts(algorithm) is is_supported

@@ -51,7 +51,8 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
             trainer's settings `transfer_deadline_s` and `transfer_bytes_per_s_min`.
         pool: That the server shares with others; None: it keeps K/V in its own memory only.
         head: Folder of a draft head that guesses tokens ahead of the model; "" for none.
-        draft_steps: Tokens it guesses before each pass of the model.
+        draft_model: Folder of a small model that guesses instead; "" for none.
+        draft_steps: Tokens guessed before each pass of the model.
         extra: More arguments, appended unchanged; the last one of a name counts.
     """
 
@@ -71,6 +72,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     weight_bytes_per_s_min: float = 2e8
     pool: EnginePool | None = None
     head: str = ""
+    draft_model: str = ""
     draft_steps: int = 3
     extra: tuple[str, ...] = ()
 
@@ -118,7 +120,7 @@ def command_line(
         if options.has_gpu:
             # SGLang's default on Blackwell routes inside its kernel and records expert 0 only.
             command += ["--moe-runner-backend", "triton"]
-    if options.head:
+    if options.head or options.draft_model:
         command += _draft_arguments(options)
     return [*command, *options.extra]
 
@@ -161,8 +163,8 @@ def _gpu_arguments(options: EngineOptions) -> list[str]:
 def _draft_arguments(options: EngineOptions) -> list[str]:
     # A chain and no tree: the model reads the drafted tokens and the one before them.
     return [
-        *("--speculative-algorithm", "EAGLE"),
-        *("--speculative-draft-model-path", options.head),
+        *("--speculative-algorithm", "EAGLE" if options.head else "STANDALONE"),
+        *("--speculative-draft-model-path", options.head or options.draft_model),
         *("--speculative-num-steps", str(options.draft_steps)),
         *("--speculative-eagle-topk", "1"),
         *("--speculative-num-draft-tokens", str(options.draft_steps + 1)),

@@ -16,12 +16,11 @@ from torch import Tensor
 
 
 def drafts(algorithm: str) -> bool:
-    """Whether a CPU drafts by this algorithm of SGLang: with a head (EAGLE, of which NEXTN is one).
+    """Whether a CPU drafts by this algorithm of SGLang.
 
-    A small model that drafts (STANDALONE) was never run with these functions, and no run file asks
-    for one.
+    EAGLE, of which NEXTN is one, drafts with a head; STANDALONE drafts with a small model.
     """
-    return algorithm == "EAGLE"
+    return algorithm in ("EAGLE", "STANDALONE")
 
 
 def cache_locations(

@@ -43,8 +43,9 @@ class Dispatcher:
         self._changed = context.changed
         self._tasks = context.tasks
         self._clock = context.clock
-        # An engine that guesses files K/V by pairs of tokens: it reads one more of them again.
-        self._kept_back_tokens = 0 if context.configuration.speculation is None else 1
+        # An engine with a draft head files K/V by pairs of tokens: it reads one more of them again.
+        speculation = context.configuration.speculation
+        self._kept_back_tokens = int(speculation is not None and speculation.is_trained)
         self._telemetry = context.telemetry
         self._results: dict[str, Result] = {}
         self._traces: dict[str, Headers] = {}

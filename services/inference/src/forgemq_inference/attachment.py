@@ -186,7 +186,7 @@ class Attachment:
             await self._engine.name_weights(BASE.name)
         self._weights.note_restarted(served)
         speculation = self._configuration.speculation
-        if is_base and speculation is not None:
+        if is_base and speculation is not None and speculation.is_trained:
             start = Path(speculation.head) / WEIGHTS_FILE
             self._weights.note_head(await file_sha256(start))
 

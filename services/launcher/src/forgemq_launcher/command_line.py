@@ -29,7 +29,7 @@ from forgemq_launcher.core.configuration import (
     names_budget,
     next_run,
 )
-from forgemq_launcher.model_folder import check_head_folder, check_model_folder
+from forgemq_launcher.model_folder import check_draft_folder, check_model_folder
 from forgemq_launcher.placement import DEVICE, device_of, with_budget
 from forgemq_launcher.run_folder import RunFolder, RunFolderError, names_taken, run_folders
 from forgemq_launcher.settings import LauncherSettings
@@ -358,7 +358,7 @@ def _check_paths(made: RunConfiguration, *, source: str) -> None:
     try:
         check_model_folder(Path(made.model.path))
         if made.speculation is not None:
-            check_head_folder(Path(made.speculation.head), model=Path(made.model.path))
+            check_draft_folder(made.speculation, model=Path(made.model.path))
         check_user_code(made)
     except ConfigurationError as error:
         raise ConfigurationError(f"{source}: {error}") from error

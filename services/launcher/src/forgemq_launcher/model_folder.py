@@ -1,4 +1,4 @@
-"""Whether folders hold a model and a head that a run can use; checked before anything starts."""
+"""Whether folders hold a model and a draft that a run can use; checked before anything starts."""
 
 from pathlib import Path
 from typing import Any
@@ -7,6 +7,7 @@ import msgspec
 
 from forgemq_contracts.draft_head import HEAD_CLASS, HEAD_FILE, head_shape, is_head
 from forgemq_contracts.run import MODEL_TYPES
+from forgemq_contracts.speculation import Speculation
 from forgemq_launcher.core.configuration import ConfigurationError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -49,12 +50,36 @@ def check_model_folder(folder: Path) -> None:
         raise ConfigurationError(f"model.path: {folder} has no weights (*.safetensors)")
 
 
-def check_head_folder(folder: Path, *, model: Path) -> None:
-    """Refuse a folder without a draft head of the model's sizes.
+def check_draft_folder(speculation: Speculation, *, model: Path) -> None:
+    """Refuse a folder without a head of the model's sizes, or a small model with its vocabulary.
 
     Raises:
         ConfigurationError: naming what is missing or does not fit.
     """
+    if speculation.is_trained:
+        _check_head_folder(Path(speculation.head), model=model)
+    else:
+        _check_small_model(Path(speculation.model), model=model)
+
+
+def _check_small_model(folder: Path, *, model: Path) -> None:
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigurationError(f"speculation.model: {folder} has no weights (*.safetensors)")
+    try:
+        small = head_shape((folder / "config.json").read_bytes())
+        policy = head_shape((model / "config.json").read_bytes())
+    except OSError as error:
+        raise ConfigurationError(f"speculation.model: {folder} has no config.json") from error
+    except ValueError as error:
+        raise ConfigurationError(f"speculation.model: {folder}: {error}") from error
+    if small.vocabulary_size != policy.vocabulary_size:
+        raise ConfigurationError(
+            f"speculation.model: {folder} has vocabulary_size {small.vocabulary_size}, the model "
+            f"has {policy.vocabulary_size}"
+        )
+
+
+def _check_head_folder(folder: Path, *, model: Path) -> None:
     try:
         config = (folder / "config.json").read_bytes()
     except OSError as error:

@@ -112,6 +112,7 @@ class Store:
         else:
             weights = self._write(training, folder)
         speculation, head = self._configuration.speculation, None
+        # A small model that guesses is not the trainer's: `_write_head` writes nothing then.
         if speculation is not None and training.version % speculation.push_every_steps == 0:
             head = self._write_head(training, lineage=lineage)
         return SavedVersion(version=training.version, weights=weights, head=head, whole=whole)

@@ -364,11 +364,12 @@ class Training:
 
 
 def _head_folder(configuration: RunConfiguration, checkpoint: Checkpoint | None) -> Path | None:
-    """Of the draft head to continue with; None if the run has no speculation."""
-    if configuration.speculation is None:
+    """Of the draft head to continue with; None if the run trains none."""
+    speculation = configuration.speculation
+    if speculation is None or not speculation.is_trained:
         return None
     if checkpoint is None:
-        return Path(configuration.speculation.head)
+        return Path(speculation.head)
     return checkpoint.head_folder
 
 

@@ -105,11 +105,10 @@ class WholeModel:
 def _load_head(
     folder: Path | None, loaded: LoadedModel, configuration: RunConfiguration
 ) -> HeadTraining | None:
-    if folder is None or configuration.speculation is None:
+    speculation = configuration.speculation
+    if folder is None or speculation is None:
         return None
-    return HeadTraining(
-        folder, loaded, configuration=configuration, speculation=configuration.speculation
-    )
+    return HeadTraining(folder, loaded, configuration=configuration, speculation=speculation)
 
 
 def _load_reference(configuration: RunConfiguration, *, device: str) -> PolicyModel | None:

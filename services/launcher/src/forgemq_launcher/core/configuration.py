@@ -73,8 +73,9 @@ def configuration(values: Document, *, run: str, folder: PurePath) -> RunConfigu
         pool = msgspec.structs.replace(pool, folder=str(folder / pool.folder))
     speculation = parsed.speculation
     if speculation is not None:
-        head = str(folder / speculation.head)
-        speculation = msgspec.structs.replace(speculation, head=head)
+        which = "head" if speculation.is_trained else "model"
+        draft = str(folder / getattr(speculation, which))
+        speculation = msgspec.structs.replace(speculation, **{which: draft})
     return msgspec.structs.replace(
         parsed,
         model=model,

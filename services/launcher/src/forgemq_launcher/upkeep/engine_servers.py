@@ -253,7 +253,9 @@ def _usual_options(configuration: RunConfiguration) -> EngineOptions:
     if configuration.speculation is None:
         return EngineOptions()
     speculation = configuration.speculation
-    return EngineOptions(head=speculation.head, draft_steps=speculation.steps)
+    return EngineOptions(
+        head=speculation.head, draft_model=speculation.model, draft_steps=speculation.steps
+    )
 
 
 def with_pool(
