@@ -7,21 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.log import Record
 from forgemq_contracts import topics
+from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.weights import LoadedWeights, PublishedWeights
 from tests.integration.launched_run import DIALOGUE, LaunchedRun
-from tests.integration.run_log import GROUP_PARTITIONS, accounts, records_of
-from tests.small_run import small_run
+from tests.integration.run_log import accounts, records_of
 
 RUN_S_MAX = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetRun:
-    """A run of the dialogue on the real broker: `play` it, then read what it left.
+    """A whole run on the real broker: `play` it, then read what it left.
 
     Attributes:
         run: Its processes.
@@ -52,14 +54,14 @@ class FleetRun:
         run = LaunchedRun(folder, {"FORGEMQ_KAFKA": bootstrap, **environ})
         return cls(run=run, run_id=run_id, bootstrap=bootstrap, steps=steps, lanes=lanes)
 
-    def play(self, *overrides: str) -> None:
+    def play(self, *overrides: str, run_file: str = DIALOGUE) -> None:
         """Play it to its end; every guarantee holds then, and no process is left.
 
         G1 and G2 are also read from the log, without the product's audit.
         """
         try:
             self.run.start(
-                DIALOGUE,
+                run_file,
                 f"run={self.run_id}",
                 f"trainer.steps={self.steps}",
                 f"log.lanes={self.lanes}",
@@ -77,7 +79,9 @@ class FleetRun:
         assert report["guarantees"] == held, report["guarantees_checked"]
         assert (report["steps"], report["groups_open"]) == (self.steps, 0)
         assert report["staleness_max"] <= report["staleness_bound"]
-        log = accounts(self.bootstrap, run=self.run_id, blobs=self._blobs)
+        log = accounts(
+            self.bootstrap, run=self.run_id, blobs=self._blobs, layout=self.configuration
+        )
         log.assert_exactly_once()
         assert list(log.surviving_steps()) == list(range(self.steps))
 
@@ -93,8 +97,7 @@ class FleetRun:
 
     def records(self, topic: topics.Topic) -> list[Any]:
         """Every record of a topic, decoded, one partition after another."""
-        layout = small_run(group_partitions=GROUP_PARTITIONS, lanes=self.lanes)
-        count = topics.partition_count(topic, layout)
+        count = topics.partition_count(topic, self.configuration)
 
         async def read() -> list[Record]:
             blobs = BlobStore(self._blobs, run=self.run_id)
@@ -112,6 +115,12 @@ class FleetRun:
         lines = log.read_text(errors="replace").splitlines()
         events = [json.loads(line) for line in lines if line.startswith("{") and name in line]
         return [event for event in events if event.get("event") == name]
+
+    @property
+    def configuration(self) -> RunConfiguration:
+        """The run's, as the launcher wrote it down."""
+        written = self.run.runs / self.run_id / "configuration.json"
+        return msgspec.json.decode(written.read_bytes(), type=RunConfiguration)
 
     @property
     def _blobs(self) -> str:

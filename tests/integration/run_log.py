@@ -14,6 +14,7 @@ from forgemq_bus.log import Place, Record
 from forgemq_contracts import topics
 from forgemq_contracts.audit import AuditedGroup
 from forgemq_contracts.groups import AdmittedGroup, MergedGroup, RetiredGroup, ScoredGroup
+from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.trees import MergedTree
 from tests.small_run import small_run
@@ -98,23 +99,31 @@ class Accounts:
 
 
 def accounts(
-    bootstrap: str, *, run: str, blobs: str, bad: frozenset[tuple[Place, int]] = frozenset()
+    bootstrap: str,
+    *,
+    run: str,
+    blobs: str,
+    bad: frozenset[tuple[Place, int]] = frozenset(),
+    layout: RunConfiguration | None = None,
 ) -> Accounts:
-    """Read the log of a run that has one queue, one lane and GROUP_PARTITIONS.
+    """Read the log of a run.
 
     Args:
         bootstrap: Address of the broker.
         run: Id of the run.
         blobs: Address of the run's blob store.
         bad: Partition and offset of the bad records; all others must decode.
+        layout: Says how many partitions each topic has; None: one queue, one lane and
+            GROUP_PARTITIONS.
     """
+    made = layout or small_run(group_partitions=GROUP_PARTITIONS)
 
     async def read() -> Accounts:
         connection = KafkaConnection(bootstrap=bootstrap)
         log = KafkaLog(connection, run=run, blobs=BlobStore(blobs, run=run))
 
         async def every(topic: topics.Topic, kind: type[Struct]) -> list[Struct]:
-            count = topics.partition_count(topic, small_run(group_partitions=GROUP_PARTITIONS))
+            count = topics.partition_count(topic, made)
             records = await records_of(log, topic.name, partitions=count)
             good = [record for record in records if (record.place, record.offset) not in bad]
             decoded = [topics.decode(topic, record.value) for record in good]

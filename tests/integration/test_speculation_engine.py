@@ -106,14 +106,18 @@ async def reset(url: str, head: Path) -> None:
     await asyncio.to_thread(reset_head, url, head)
 
 
+async def scene_of(url: str, head: Path) -> LaneScene:
+    """Lane 0 on an engine that began with this head; nothing serves it yet."""
+    log = MemoryLog(run="r")
+    await create_topics(log)
+    guesses = Speculation(head=str(head))
+    return LaneScene(log, model=ENGINE_MODEL, engine_url=url, speculation=guesses)
+
+
 @asynccontextmanager
 async def serving_scene(url: str, start_head: Path) -> AsyncIterator[LaneScene]:
     await reset(url, start_head)
-    log = MemoryLog(run="r")
-    await create_topics(log)
-    scene = LaneScene(
-        log, model=ENGINE_MODEL, engine_url=url, speculation=Speculation(head=str(start_head))
-    )
+    scene = await scene_of(url, start_head)
     async with scene.serving():
         await scene.report(is_serving=True)
         yield scene
@@ -233,14 +237,7 @@ async def test_a_late_lane_drafts_with_the_newest_head_of_an_older_version(
         body = {"new_version": "broken", "abort_all_requests": False}
         async with session.post("/update_weight_version", json=body) as response:
             assert response.status == 200
-    log = MemoryLog(run="r")
-    await create_topics(log)
-    scene = LaneScene(
-        log,
-        model=ENGINE_MODEL,
-        engine_url=speculating,
-        speculation=Speculation(head=str(start_head)),
-    )
+    scene = await scene_of(speculating, start_head)
     await scene.publish(same_policy, version=1, head=other_head)
     await scene.publish(same_policy, version=2, head=learned_head)
     await scene.publish(same_policy, version=3)
@@ -257,14 +254,7 @@ async def test_the_head_of_an_older_version_that_is_gone_costs_nothing_but_its_g
     await reset(speculating, start_head)
     gone = tmp_path / "gone"
     shutil.copytree(learned_head, gone)
-    log = MemoryLog(run="r")
-    await create_topics(log)
-    scene = LaneScene(
-        log,
-        model=ENGINE_MODEL,
-        engine_url=speculating,
-        speculation=Speculation(head=str(start_head)),
-    )
+    scene = await scene_of(speculating, start_head)
     await scene.publish(same_policy, version=1, head=gone)
     await scene.publish(same_policy, version=2)
     shutil.rmtree(gone)

@@ -9,16 +9,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.examples import minimal
 from forgemq_contracts.messages import Output
 from forgemq_contracts.run import StartedRun
 from forgemq_settings.environment import SettingsError
+from forgemq_shell import started_run as started_runs
 from forgemq_shell.connection import kafka_connection
 from forgemq_shell.records import emit_of
 from forgemq_shell.service import EXIT_REFUSED, Context, add_code_paths, run_service
 from forgemq_shell.started_run import RunNotStartedError, started_run
+from tests.ports import free_port
 
 BROKER = {"FORGEMQ_KAFKA": "127.0.0.1:9092"}
 
@@ -134,6 +137,36 @@ async def test_a_run_that_never_starts_is_named_with_what_the_log_said(log: Memo
     with pytest.raises(RunNotStartedError, match=r"no record of run 'r-1'.*0.1 s") as gone:
         await started_run(log, "r-1", timeout_s=0.1)
     assert "does not exist" in str(gone.value.__cause__)
+
+
+async def test_a_service_that_waits_says_what_is_missing_now_and_then(
+    log: MemoryLog, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(started_runs, "SAY_AFTER_S", 0.05)
+    monkeypatch.setattr(started_runs, "SAY_EVERY_S", 0.05)
+    said: list[str] = []
+    clock_s = asyncio.get_running_loop().time
+    waiting = asyncio.ensure_future(
+        started_run(log, "r-1", timeout_s=20, clock_s=clock_s, say=said.append)
+    )
+    await asyncio.sleep(0.8)
+    await log.create_topics({topics.STARTED_RUNS.name: 1})
+    await asyncio.sleep(1.0)
+    await put(log, started("r-1", at_ms=1))
+    assert (await waiting).started_ms == 1
+    count = len(said)
+    assert "does not exist" in said[0]
+    assert said[-1] == "the run has no record yet"
+    await asyncio.sleep(0.2)
+    assert len(said) == count
+
+
+async def test_a_broker_that_never_answers_is_told_from_a_run_that_was_never_started():
+    away = f"127.0.0.1:{free_port()}"
+    log = KafkaLog(KafkaConnection(bootstrap=away, retry_s=0.3), run="r-1")
+    with pytest.raises(RunNotStartedError, match=r"^no broker answered within 0\.5 s, so run"):
+        await started_run(log, "r-1", timeout_s=0.5)
+    await log.close()
 
 
 def test_main_files_are_all_a_service_needs_to_start():

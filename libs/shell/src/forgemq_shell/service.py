@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
+import msgspec
 from msgspec import Meta, Struct
 
 from forgemq_bus.blobs import BlobStore
@@ -29,6 +30,9 @@ EXIT_FAILED = 1
 EXIT_REFUSED = 2
 """As argparse and the shell use it: the caller is wrong, so a restart cannot help."""
 
+
+_LOOK_S_MAX = 10.0
+"""Three tries of a connection, also on a busy machine."""
 
 _REFUSED = (SettingsError, AccessError, NewerLogicError)
 
@@ -157,7 +161,7 @@ async def _run_main(
     settings: ServiceSettings,
 ) -> None:
     started = await _result_unless_stopped(
-        _read_started_run(environ, settings.start_timeout_s), stop
+        _read_started_run(environ, settings.start_timeout_s, telemetry), stop
     )
     if started is None:
         return
@@ -195,11 +199,22 @@ async def _report_weak_settings(log: KafkaLog, telemetry: Telemetry) -> None:
         )
 
 
-async def _read_started_run(environ: Mapping[str, str], timeout_s: float) -> StartedRun:
+async def _read_started_run(
+    environ: Mapping[str, str], timeout_s: float, telemetry: Telemetry
+) -> StartedRun:
     run = run_id(environ)
-    log = KafkaLog(kafka_connection(environ), run=run)
+    connection = kafka_connection(environ)
+    # A look at a broker that is still starting ends soon, so that the wait can be told.
+    look_s = min(connection.retry_s, _LOOK_S_MAX)
+    log = KafkaLog(msgspec.structs.replace(connection, retry_s=look_s), run=run)
+
+    def say(cause: str) -> None:
+        telemetry.event(
+            "waiting_for_run", run=run, kafka=connection.bootstrap, cause=cause, limit_s=timeout_s
+        )
+
     try:
-        return await started_run(log, run, timeout_s=timeout_s)
+        return await started_run(log, run, timeout_s=timeout_s, say=say)
     finally:
         await log.close()
 
