@@ -1,11 +1,12 @@
-"""Environments of verifiers through the real gateway: one with tools, and one of reasoning-gym.
+"""Environments of verifiers through the real gateway: one with tools, and two of reasoning-gym.
 
 The log is in memory, and the test is scheduler and lane, as for the other agents that nobody wrote
-for ForgeMQ. Neither environment needs a network: the demo's shop as a `StatefulToolEnv`, and
-`ReasoningGymEnv`, which is part of verifiers, over the package reasoning-gym.
+for ForgeMQ. No environment needs a network: the demo's shop as a `StatefulToolEnv`, and
+`ReasoningGymEnv`, which is part of verifiers, over two tasks of the package reasoning-gym.
 """
 
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -67,6 +68,12 @@ def adds(context: str) -> str:
     return f"<answer>{sum(int(sign + number) for sign, number in terms)}</answer>"
 
 
+def divides(context: str) -> str:
+    """A policy that reads the numbers and answers with their greatest common divisor."""
+    numbers = re.findall(r"\d+", context.rpartition("numbers: ")[2].partition(".")[0])
+    return f"<answer>{math.gcd(*map(int, numbers))}</answer>"
+
+
 def gives_up(context: str) -> str:
     return "<answer>no idea</answer>"
 
@@ -112,9 +119,11 @@ async def test_a_call_of_a_tool_that_is_not_there_is_answered_and_no_total_earns
 
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")  # Of what reasoning-gym imports.
 @pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="needs reasoning-gym")
-@pytest.mark.parametrize(("policy", "reward"), [(adds, 1.0), (gives_up, 0.0)])
-async def test_an_environment_of_reasoning_gym_scores_right_and_wrong_answers(policy, reward):
-    agent, tasks = loaded("chain_sums")
+@pytest.mark.parametrize(("name", "right"), [("chain_sums", adds), ("common_divisors", divides)])
+@pytest.mark.parametrize("reward", [1.0, 0.0])
+async def test_an_environment_of_reasoning_gym_scores_right_and_wrong_answers(name, right, reward):
+    policy = right if reward else gives_up
+    agent, tasks = loaded(name)
     async with running(policy) as (url, world):
         episode = await played(agent, url, world, task=tasks(0, "d", 1_000_000))
     assert (episode.status, outcome(episode)) == ("completed", [reward])
