@@ -16,7 +16,7 @@ BESIDE := -n 3 --dist worksteal
 ALONE := --ignore=tests/gpu --ignore=tests/integration --ignore=tests/clients
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-fast test-long test-clients storm fuzz lint contracts load lock clean
+.PHONY: help setup demo test test-fast test-long test-clients storm fuzz lint contracts load images lock clean
 
 help:  ## List the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -63,9 +63,13 @@ contracts: $(STAMP)  ## Generate schemas and AsyncAPI from the structs
 load: $(STAMP)  ## Run one load test: NAME=<file without .py> JSON=<file>
 	@KINETO_LOG_LEVEL=99 $(BIN)/python loadtests/$(NAME).py $(if $(JSON),--json $(JSON))
 
+images:  ## Build the container images: NAME=<one> builds it alone, TAG=<tag>, BASE=<base image>
+	@TAG=$(TAG) BASE=$(BASE) deploy/images/build.sh $(NAME)
+
 lock: $(STAMP)  ## Resolve the lock again
 	$(BIN)/uv pip compile -q --python-version 3.11 --generate-hashes --no-header --override overrides.txt \
 		pyproject.toml $(addprefix --group ,$(GROUPS)) -o requirements.lock
+	$(BIN)/python deploy/images/lock.py
 
 clean:  ## Remove the environment and caches
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache

@@ -37,7 +37,11 @@ OPENTELEMETRY = {
     "opentelemetry.sdk": "opentelemetry-sdk",
     "opentelemetry": "opentelemetry-api",
 }
-GROUP_FOLDERS = {"demo": ("deploy", "tests"), "test": ("tests", "loadtests")}
+GROUP_FOLDERS = {
+    "build": ("deploy/images",),
+    "demo": ("deploy", "tests"),
+    "test": ("tests", "loadtests"),
+}
 
 
 def normal(name: str) -> str:

@@ -204,7 +204,7 @@ async def _read_started_run(
 ) -> StartedRun:
     run = run_id(environ)
     connection = kafka_connection(environ)
-    # A look at a broker that is still starting ends soon, so that the wait can be told.
+    # A look at a broker that is still starting ends soon, so that each wait can be reported.
     look_s = min(connection.retry_s, _LOOK_S_MAX)
     log = KafkaLog(msgspec.structs.replace(connection, retry_s=look_s), run=run)
 

