@@ -195,8 +195,9 @@ async def test_a_collector_that_never_answers_neither_slows_nor_holds_a_service(
             assert time.monotonic() - stopping_s < 8  # 3 of them for what is left to send
     assert process.events()[-1]["event"] == "ended"
     library = [line for line in process.events() if line["event"] == "library_log"]
+    # The first group of a broker waits for its coordinator, which aiokafka reports.
+    assert {line["logger"].split(".")[0] for line in library} <= {"aiokafka", "opentelemetry"}
     # How many depends on how often the exporter tries in the time that the machine takes.
-    assert {line["logger"].split(".")[0] for line in library} <= {"opentelemetry"}, library
     assert len(library) < 3000 / 100, "there is no line for each span that is lost"
 
 
