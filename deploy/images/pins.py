@@ -17,7 +17,7 @@ def main(lock: Path, contents: Path, image: str, folder: Path) -> int:
     Returns 1 if there is no such image, or if the lock lacks a package.
     """
     entries = {
-        re.split(r"[=\\[ ]", entry)[0].lower().replace("_", "-"): entry
+        re.sub(r"[-_.]+", "-", re.split(r"[=\\[ ]", entry)[0]).lower(): entry
         for entry in re.findall(r"^[A-Za-z0-9].*\n(?:    --hash=.*\n)*", lock.read_text(), re.M)
     }
     images = tomllib.loads(contents.read_text())

@@ -85,3 +85,13 @@ def test_the_dockerfile_enforces_hashes_and_runs_as_nobody_special():
     for install in installs:
         assert "--require-hashes" in install or "--no-build-isolation" in install, install
     assert "USER 65532:65532" in text
+
+
+def test_no_manifest_mounts_a_volume_over_the_code_or_the_packages_of_an_image():
+    (code,) = re.findall(r"COPY --from=code (\S+) \1\n", (IMAGES / "Dockerfile").read_text())
+    manifests = sorted((ROOT / "deploy/kubernetes").rglob("*.yaml"))
+    mounts = {
+        path for each in manifests for path in re.findall(r"mountPath: (\S+)", each.read_text())
+    }
+    assert "/code" in mounts, "the run's own modules are mounted there"
+    assert not [m for m in mounts for held in (code, "/venv") if f"{held}/".startswith(f"{m}/")]
