@@ -89,6 +89,10 @@ class FleetRun:
         """Every publication, in order."""
         return self.records(topics.PUBLISHED_WEIGHTS)
 
+    def publications(self) -> list[tuple[int, int]]:
+        """Lineage and version of every publication, in order."""
+        return [(each.lineage, each.version) for each in self.published()]
+
     def loaded(self, lane: int) -> list[LoadedWeights]:
         """What a lane has served of this run, in order."""
         loaded = self.records(topics.LOADED_WEIGHTS)

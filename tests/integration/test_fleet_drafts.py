@@ -5,7 +5,8 @@ which `kill_points/kill_point.py` does on the way of version 2. A run that only 
 in `test_fleet_runs.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,16 +15,24 @@ from forgemq_contracts import topics
 from forgemq_launcher.commands.new_head import write_new_head
 from tests.engine_fixture import ENGINE_MODEL
 from tests.integration.fleet_run import FleetRun
-from tests.integration.test_fleet_kills import STEPS, play_with_a_kill
+from tests.integration.killed_fleet import STEPS, of_two_lives, play_with_a_kill
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture
-def head_settings(tmp_path: Path) -> Sequence[str]:
-    """Settings of a run that begins with a random head."""
+def play(
+    kafka_bootstrap: str, new_run_id: Callable[[], str], tmp_path: Path
+) -> Callable[..., FleetRun]:
+    """Plays a run that begins with a random head, with a kill."""
     write_new_head(ENGINE_MODEL, tmp_path / "head", seed=0)
-    return (f"speculation.head={tmp_path / 'head'}", "speculation.learning_rate=5e-3")
+    return partial(
+        play_with_a_kill,
+        bootstrap=kafka_bootstrap,
+        run_id=new_run_id(),
+        folder=tmp_path,
+        overrides=(f"speculation.head={tmp_path / 'head'}", "speculation.learning_rate=5e-3"),
+    )
 
 
 def check_every_version_had_its_head(fleet: FleetRun) -> None:
@@ -54,17 +63,9 @@ def test_a_run_guesses_with_a_small_model_that_no_version_changes(
 
 
 def test_a_lane_killed_before_it_loads_a_version_also_has_its_head_from_the_durable_copy(
-    kafka_bootstrap, new_run_id, tmp_path, head_settings
+    play,
 ):
-    fleet = play_with_a_kill(
-        "inference",
-        "between publication and load",
-        bootstrap=kafka_bootstrap,
-        run_id=new_run_id(),
-        folder=tmp_path,
-        way="relay",
-        overrides=head_settings,
-    )
+    fleet = play("inference", "between publication and load", way="relay")
     loaded = fleet.loaded(0)
     # Its successor loads policy and head before it serves, in a pause.
     start = next(each for each in loaded if each.epoch != loaded[0].epoch)
@@ -74,23 +75,10 @@ def test_a_lane_killed_before_it_loads_a_version_also_has_its_head_from_the_dura
 
 
 def test_a_trainer_killed_after_a_publication_goes_on_with_the_head_of_its_checkpoint(
-    kafka_bootstrap, new_run_id, tmp_path, head_settings
+    play,
 ):
-    fleet = play_with_a_kill(
-        "trainer",
-        "after the trainer has published",
-        bootstrap=kafka_bootstrap,
-        run_id=new_run_id(),
-        folder=tmp_path,
-        way="gloo",
-        overrides=head_settings,
-    )
-    assert [(each.lineage, each.version) for each in fleet.published()] == [
-        (1, 0),
-        (1, 1),
-        (1, 2),
-        *((2, version) for version in range(2, STEPS + 1)),
-    ]
+    fleet = play("trainer", "after the trainer has published", way="gloo")
+    assert fleet.publications() == of_two_lives(2, again=2)
     check_every_version_had_its_head(fleet)
     overlaps = [step.metrics.draft_overlap for step in fleet.records(topics.TRAINED_STEPS)]
     assert overlaps[-1] > 2 * overlaps[0] > 0, overlaps

@@ -1,9 +1,8 @@
 """A judge behind a real HTTP server."""
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
@@ -48,28 +47,3 @@ async def judge_server() -> AsyncIterator[JudgeServer]:
     server.url = f"http://{host}:{port}/v1"
     yield server
     await runner.cleanup()
-
-
-@contextmanager
-def judge_server_in_thread(replies: Sequence[str | int]) -> Iterator[JudgeServer]:
-    """The same for a caller without an event loop: it answers in a thread of its own."""
-    started: list[JudgeServer] = []
-    is_up, loop = threading.Event(), asyncio.new_event_loop()
-    ends = asyncio.Event()
-
-    async def serve() -> None:
-        async with judge_server() as server:
-            server.replies = list(replies)
-            started.append(server)
-            is_up.set()
-            await ends.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    try:
-        assert is_up.wait(timeout=20), "the judge did not start"
-        yield started[0]
-    finally:
-        loop.call_soon_threadsafe(ends.set)
-        thread.join(timeout=20)
-        loop.close()

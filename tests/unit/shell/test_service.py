@@ -16,7 +16,6 @@ from forgemq_contracts.examples import minimal
 from forgemq_contracts.messages import Output
 from forgemq_contracts.run import StartedRun
 from forgemq_settings.environment import SettingsError
-from forgemq_shell import started_run as started_runs
 from forgemq_shell.connection import kafka_connection
 from forgemq_shell.records import emit_of
 from forgemq_shell.service import EXIT_REFUSED, Context, add_code_paths, run_service
@@ -139,26 +138,21 @@ async def test_a_run_that_never_starts_is_named_with_what_the_log_said(log: Memo
     assert "does not exist" in str(gone.value.__cause__)
 
 
-async def test_a_service_that_waits_says_what_is_missing_now_and_then(
-    log: MemoryLog, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(started_runs, "SAY_AFTER_S", 0.05)
-    monkeypatch.setattr(started_runs, "SAY_EVERY_S", 0.05)
-    said: list[str] = []
-    clock_s = asyncio.get_running_loop().time
+async def test_a_service_that_waits_says_what_is_missing_now_and_then(log: MemoryLog):
+    """By its own clock: nothing within 5 s, then a line every 30 s, and none after the record."""
+    looks = iter([0.0, 0.0, 4.0, 4.0, 6.0, 6.0, 35.0, 35.0, 37.0, 37.0])
+    said: asyncio.Queue[str] = asyncio.Queue()
     waiting = asyncio.ensure_future(
-        started_run(log, "r-1", timeout_s=20, clock_s=clock_s, say=said.append)
+        started_run(
+            log, "r-1", timeout_s=120, clock_s=lambda: next(looks, 40.0), say=said.put_nowait
+        )
     )
-    await asyncio.sleep(0.8)
+    assert "does not exist" in await said.get()
     await log.create_topics({topics.STARTED_RUNS.name: 1})
-    await asyncio.sleep(1.0)
+    assert await said.get() == "the run has no record yet"
     await put(log, started("r-1", at_ms=1))
     assert (await waiting).started_ms == 1
-    count = len(said)
-    assert "does not exist" in said[0]
-    assert said[-1] == "the run has no record yet"
-    await asyncio.sleep(0.2)
-    assert len(said) == count
+    assert said.empty()
 
 
 async def test_a_broker_that_never_answers_is_told_from_a_run_that_was_never_started():

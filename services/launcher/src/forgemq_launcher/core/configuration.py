@@ -9,12 +9,12 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from forgemq_contracts.environments import environment_of
-from forgemq_contracts.run import Queue, RunConfiguration
+from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.run_changes import check_changes
 from forgemq_contracts.run_rules import check
 
@@ -23,6 +23,7 @@ _RULE = re.compile(r"^(?P<rule>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)
 
 
 Document: TypeAlias = dict[str, Any]
+Part = TypeVar("Part", bound=msgspec.Struct)
 """A TOML document, unchecked; `configuration` checks it against RunConfiguration."""
 TomlValue: TypeAlias = object
 
@@ -66,31 +67,26 @@ def configuration(values: Document, *, run: str, folder: PurePath) -> RunConfigu
         raise ConfigurationError(_explained(str(error))) from error
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    model = msgspec.structs.replace(parsed.model, path=str(folder / parsed.model.path))
     code_paths = tuple(str(folder / path) for path in parsed.code_paths)
-    pool = parsed.pool
-    if pool is not None and pool.folder:
-        pool = msgspec.structs.replace(pool, folder=str(folder / pool.folder))
-    speculation = parsed.speculation
-    if speculation is not None:
-        which = "head" if speculation.is_trained else "model"
-        draft = str(folder / getattr(speculation, which))
-        speculation = msgspec.structs.replace(speculation, **{which: draft})
+    pool, speculation = parsed.pool, parsed.speculation
     return msgspec.structs.replace(
         parsed,
-        model=model,
-        queues=tuple(_with_files(queue, folder) for queue in parsed.queues),
+        model=_with_paths(parsed.model, "path", folder=folder),
+        queues=tuple(
+            _with_paths(queue, "task_file", "held_out_file", folder=folder)
+            for queue in parsed.queues
+        ),
         code_paths=code_paths,
-        pool=pool,
-        speculation=speculation,
+        pool=pool and _with_paths(pool, "folder", folder=folder),
+        speculation=speculation and _with_paths(speculation, "head", "model", folder=folder),
     )
 
 
-def _with_files(queue: Queue, folder: PurePath) -> Queue:
-    """The queue with absolute paths of its files of tasks."""
-    files = {name: getattr(queue, name) for name in ("task_file", "held_out_file")}
-    found = {name: str(folder / path) for name, path in files.items() if path}
-    return msgspec.structs.replace(queue, **found) if found else queue
+def _with_paths(part: Part, *names: str, folder: PurePath) -> Part:
+    """The part of a configuration with these paths of it absolute; an empty one stays empty."""
+    paths = {name: getattr(part, name) for name in names}
+    found = {name: str(folder / path) for name, path in paths.items() if path}
+    return msgspec.structs.replace(part, **found)
 
 
 def changed(
