@@ -65,14 +65,14 @@ class Lane:
         """Bring the engine to a publication.
 
         Raises:
-            RuntimeError: it came from the durable copy.
+            RuntimeError: it did not come on the fast path.
         """
         self._state.observe(published)
         load = self._state.next_load()
         assert load is not None
         loading = await self._loader.load(load)
-        if loading.path != "fast":
-            raise RuntimeError(f"lane {self.number} loaded the durable copy")
+        if loading is None or loading.path != "fast":
+            raise RuntimeError(f"lane {self.number} missed the fast path")
         return loading
 
     async def join(self, rendezvous: Rendezvous, *, deadline_s: float) -> None:

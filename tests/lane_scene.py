@@ -210,19 +210,25 @@ class LaneScene:
         head: Path | None = None,
         relayed_to: tuple[RelayedLane, ...] = (),
         sampled: tuple[SampledParameter, ...] = (),
+        durable_before: Path | None = None,
     ) -> None:
+        """Publish the weights in a folder.
+
+        They are not durable yet if `durable_before` has earlier ones with the same tensors.
+        """
         data = (folder / "model.safetensors").read_bytes()
         record = PublishedWeights(
             lineage=lineage,
             version=version,
             sha256=sha256 or hashlib.sha256(data).hexdigest(),
-            uri=str(folder),
+            uri=str(durable_before or folder),
             size_bytes=len(data),
             fast_paths=fast_paths,
             deadline_s=deadline_s,
             head=None if head is None else published_head(head),
             relayed_to=relayed_to,
             sampled=sampled,
+            is_durable=durable_before is None,
         )
         await self.write(topics.PUBLISHED_WEIGHTS, 0, record)
 

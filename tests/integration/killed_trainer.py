@@ -1,4 +1,4 @@
-"""A trainer that kills itself with SIGKILL at a named point of saving version 1, or of a step.
+"""A trainer that kills itself with SIGKILL at a named point of saving version 2, or of a step.
 
 While it saves, it waits at the point until the next step has its gradients, so that the kill meets
 both at once. Each step takes four updates.
@@ -10,9 +10,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -29,6 +30,8 @@ from tests.unit.trainer.bench import Bench
 from tests.unit.trainer.scene import configuration_of
 
 WAIT_S = 60.0
+KILLED_VERSION = 2
+"""The first one is published after its record, the following ones before."""
 COMPUTED = threading.Event()
 
 
@@ -39,10 +42,10 @@ def _die() -> None:
 
 def _dying(original: Callable[..., Any], *, is_before: bool) -> Callable[..., Any]:
     def dying(self: Store, saved: Any, **keywords: Any) -> Any:
-        if is_before and saved.version == 1:
+        if is_before and saved.version == KILLED_VERSION:
             _die()
         returned = original(self, saved, **keywords)
-        if saved.version == 1:
+        if saved.version == KILLED_VERSION:
             _die()
         return returned
 
@@ -50,7 +53,7 @@ def _dying(original: Callable[..., Any], *, is_before: bool) -> Callable[..., An
 
 
 def _dying_after(original: Callable[..., Any], *, calls: int) -> Callable[..., Any]:
-    """Die after a coroutine's call number `calls`; the first one is of the restored version."""
+    """Die after a coroutine's call number `calls`."""
     counted = iter(range(1, calls + 1))
 
     async def dying(*args: Any, **keywords: Any) -> Any:
@@ -79,39 +82,46 @@ def killed_configuration(base: Path) -> RunConfiguration:
     return msgspec.structs.replace(configuration_of(base), updates=Updates(minibatches=2, passes=2))
 
 
+_Wrapper: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+POINTS: Mapping[str, tuple[type, str, _Wrapper]] = {
+    "between two updates": (StepUpdates, "_compute", _dying_within),
+    "before the weights are written": (Store, "write_version", partial(_dying, is_before=True)),
+    "after the weights are written": (Store, "write_version", partial(_dying, is_before=False)),
+    "after the early publication": (Publisher, "offer", partial(_dying_after, calls=1)),
+    "after the durable copy": (Store, "keep_version", partial(_dying, is_before=False)),
+    "after the publication": (Publisher, "publish", partial(_dying_after, calls=3)),
+    "after the checkpoint": (Store, "save_checkpoint", partial(_dying, is_before=False)),
+    # A run without a checkpoint commits nothing when it begins.
+    "after the record": (TrainingLoop, "_commit", partial(_dying_after, calls=2)),
+}
+
+
 def arm(point: str) -> None:
     """Put the kill in its place."""
     compute = Training.compute_gradients
 
     def computing(self: Training, step: Any) -> None:
         compute(self, step)
-        if self.version == 1:
+        if self.version == KILLED_VERSION:
             COMPUTED.set()
 
     Training.compute_gradients = computing  # type: ignore[method-assign]
-    match point:
-        case "between two updates":
-            StepUpdates._compute = _dying_within(StepUpdates._compute)  # type: ignore[method-assign]
-        case "before the durable copy":
-            Store.write_version = _dying(Store.write_version, is_before=True)  # type: ignore[method-assign]
-        case "after the durable copy":
-            Store.upload_version = _dying(Store.upload_version, is_before=False)  # type: ignore[method-assign]
-        case "after the checkpoint":
-            Store.save_checkpoint = _dying(Store.save_checkpoint, is_before=False)  # type: ignore[method-assign]
-        case "after the record":
-            # A run without a checkpoint commits nothing when it begins.
-            TrainingLoop._commit = _dying_after(TrainingLoop._commit, calls=1)  # type: ignore[method-assign]
-        case "after publishing":
-            Publisher.publish = _dying_after(Publisher.publish, calls=2)  # type: ignore[method-assign]
-        case _:
-            raise ValueError(f"unknown point: {point}")
+    owner, name, wrapper = POINTS[point]
+    setattr(owner, name, wrapper(getattr(owner, name)))
 
 
 async def _train(bootstrap: str, run: str, folder: Path) -> None:
     blobs = BlobStore(str(folder / "blobs"), run=run)
     log = KafkaLog(KafkaConnection(bootstrap=bootstrap), run=run, blobs=blobs)
-    bench = Bench(log, lambda: log, killed_configuration(folder / "base"), folder / "trainer")
-    await bench.train(until=1)
+    bench = Bench(
+        log,
+        lambda: log,
+        killed_configuration(folder / "base"),
+        folder / "trainer",
+        environ={"FORGEMQ_TRAINER_FAST_PATH": "relay"},
+    )
+    await bench.train(until=2)
 
 
 if __name__ == "__main__":

@@ -206,7 +206,7 @@ async def test_8_bit_blocks_come_as_what_changed(
     for version, model in ((1, trained), (2, nudged)):
         folder = store.local_folder(lineage=1, version=version)
         shutil.copytree(in_blocks(model), folder)
-        uploaded.append(store.upload(read_weights_folder(folder)))
+        uploaded.append(store.keep(read_weights_folder(folder)))
     assert [len(each.deltas) for each in uploaded] == [0, 1]
     assert uploaded[1].deltas[0].size_bytes < 0.2 * uploaded[1].size_bytes
     async with serving_fp8(fp8_url, wide, cache=tmp_path / "cache") as scene:

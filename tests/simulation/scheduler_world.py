@@ -275,13 +275,23 @@ class World:
         self.calendar.after(self.random.randrange(100, 6000), finish)
 
     def finish_step(self, step: ScheduledStep) -> None:
+        """Publish the step's weights, and record it once it is saved; a crash may come between."""
+        lineage = self.lineage
+        self.engines.published = (lineage, step.step + 1)
+
+        def record() -> None:
+            if lineage == self.lineage:
+                self.record_step(step)
+
+        self.calendar.after(self.random.randrange(3000), record)
+
+    def record_step(self, step: ScheduledStep) -> None:
         ids = [group.group_id for group in step.groups]
         lost = [ids.pop()] if self.faults.trainer and self.random.random() < 0.1 else []
         if step.step % 2 == 1:
             self.checkpoint_step = step.step
         self.is_training = False
         self.next_step = step.step + 1
-        self.engines.published = (self.lineage, self.next_step)
         self.has_ended = step.is_last
         self.give(
             TrainedStep(

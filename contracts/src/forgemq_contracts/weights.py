@@ -82,12 +82,23 @@ class SampledParameter(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class PublishedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A version exists durably; the fast path is an offer with a deadline, not a promise."""
+    """A version exists; the fast path is an offer with a deadline, not a promise.
+
+    A version is published once it has a durable copy. If lanes get it on a fast path it may also be
+    published before that, by a record of its own with the same fast path.
+    """
 
     lineage: Lineage
     version: Version
     sha256: Annotated[Sha256, Meta(description="Of the safetensors file.")]
-    uri: Annotated[str, Meta(min_length=1, description="Folder in Hugging Face format.")]
+    uri: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Folder in Hugging Face format. If is_durable is false, that of an earlier "
+            "version, whose tensors have the same names, dtypes and shapes; so has the head's.",
+        ),
+    ]
     size_bytes: Annotated[int, Meta(ge=0)]
     kind: Annotated[
         Literal["full", "delta", "adapter"],
@@ -130,6 +141,13 @@ class PublishedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):
             "makes it load the durable copy."
         ),
     ] = ()
+    is_durable: Annotated[
+        bool,
+        Meta(
+            description="False: the durable copy is still to come, and another record will name "
+            "it. Lanes that this one does not name, or that miss the fast path, wait for that."
+        ),
+    ] = True
 
 
 class LoadedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):

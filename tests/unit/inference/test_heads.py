@@ -55,11 +55,11 @@ def test_a_version_without_a_head_keeps_that_of_the_version_before() -> None:
     lane = state()
     lane.observe(published(1, head=FIRST))
     lane.observe(published(2))
-    assert lane.missing_head() == FIRST
+    assert lane.missing_head(published(9)) == FIRST
     lane.note_head(FIRST.sha256)
-    assert lane.missing_head() is None
+    assert lane.missing_head(published(9)) is None
     lane.observe(published(3, head=SECOND))
-    assert lane.missing_head() == SECOND
+    assert lane.missing_head(published(9)) == SECOND
 
 
 def test_a_broken_update_of_the_policy_leaves_the_head_and_a_new_engine_has_none() -> None:
@@ -67,9 +67,20 @@ def test_a_broken_update_of_the_policy_leaves_the_head_and_a_new_engine_has_none
     lane.observe(published(1, head=FIRST))
     lane.note_head(FIRST.sha256)
     lane.note_broken()
-    assert lane.missing_head() is None
+    assert lane.missing_head(published(9)) is None
     lane.note_restarted(Served(weights=Weights(0, 0)))
-    assert lane.missing_head() == FIRST
+    assert lane.missing_head(published(9)) == FIRST
+
+
+def test_a_durable_copy_is_loaded_with_the_newest_durable_head() -> None:
+    """The head that comes with a version whose copies are still to come lies nowhere yet."""
+    lane = state()
+    lane.observe(published(1, head=FIRST))
+    lane.observe(early := published(2, head=SECOND, is_durable=False))
+    assert lane.missing_head(early) == SECOND
+    assert lane.missing_head(published(1)) == FIRST
+    lane.observe(published(2, head=SECOND))
+    assert lane.missing_head(published(1)) == SECOND
 
 
 def test_a_fast_path_is_taken_with_and_without_a_head() -> None:

@@ -117,7 +117,7 @@ def _version(weights: DurableWeights, number: int, values: np.ndarray) -> Weight
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     save_file({"a": values}, folder / "model.safetensors")
-    return weights.upload(read_weights_folder(folder))
+    return weights.keep(read_weights_folder(folder))
 
 
 def _published(weights: WeightsFolder, version: int) -> PublishedWeights:

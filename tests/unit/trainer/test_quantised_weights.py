@@ -59,7 +59,7 @@ def trained_and_saved(store: Store, training: Training, *, step: int) -> SavedVe
         checkpoint_step=step,
         duration_s=0.0,
     )
-    saved = store.upload_version(store.write_version(training, lineage=1))
+    saved = store.keep_version(store.write_version(training, lineage=1))
     store.save_checkpoint(training, weights=saved.checkpointed, trained=trained, tree_positions=())
     return saved
 

@@ -51,7 +51,7 @@ async def test_the_next_step_computes_while_the_one_before_is_made_durable(
     notes: list[str] = []
     _noted(monkeypatch, notes, Training, "update")
     _noted(monkeypatch, notes, Store, "save_checkpoint")
-    compute, upload = Training.compute_gradients, DurableWeights.upload
+    compute, keep = Training.compute_gradients, DurableWeights.keep
 
     def signalling(self: Training, step: Any) -> None:
         compute(self, step)
@@ -62,10 +62,10 @@ async def test_the_next_step_computes_while_the_one_before_is_made_durable(
         if weights.folder.name == "1.1":
             assert computed.wait(WAIT_S), "step 1 waits for version 1 to be durable"
             time.sleep(0.5)
-        return upload(self, weights)
+        return keep(self, weights)
 
     monkeypatch.setattr(Training, "compute_gradients", signalling)
-    monkeypatch.setattr(DurableWeights, "upload", waiting)
+    monkeypatch.setattr(DurableWeights, "keep", waiting)
     bench = await _bench(tmp_path)
     await bench.train(until=1)
     assert [step.step for step in await bench.trained()] == [0, 1]

@@ -217,13 +217,15 @@ class Attachment:
             self._reports.allow(is_wanted=self._is_wanted)
 
     async def _load_next(self) -> Loading | None:
-        """Load the newest published weights; None if the engine has them."""
+        """Load the newest published weights; None if the engine has them, or must wait for them."""
         failures = 0
         self._is_loading = True
         try:
             while (load := self._weights.next_load()) is not None:
                 try:
-                    return await self._loader.load(load)
+                    loading = await self._loader.load(load)
+                    if loading is not None:
+                        return loading
                 except (EngineRefusedError, DurableCopyError) as error:
                     failures += 1
                     self._telemetry.event("load_failed", failures=failures, error=str(error))

@@ -11,13 +11,12 @@ a session of its own that names whose they are. The last of all buckets brings t
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path as FilePath
 from typing import Literal, TypeAlias, assert_never
 
 from msgspec import Struct
 
-from forgemq_contracts.weight_buckets import TensorSpec, buckets
 from forgemq_contracts.weights import PublishedHead, PublishedWeights, Rendezvous
 from forgemq_inference.core.weights import (
     BROKEN_NAME,
@@ -35,9 +34,9 @@ from forgemq_inference.engine import (
     BucketPlace,
     EngineError,
     EngineRefusedError,
-    Selector,
 )
 from forgemq_inference.engine_pair import LaneEngine
+from forgemq_inference.fast_path_receipt import Progress, Session
 from forgemq_inference.head_payloads import head_payloads
 from forgemq_inference.pause_clock import PauseClock
 from forgemq_inference.read_back import ParameterReadBack
@@ -45,6 +44,8 @@ from forgemq_inference.relay import RelayedWeights
 from forgemq_telemetry import Telemetry
 
 Path: TypeAlias = Literal["start", "fast", "durable"]
+_FAST: Path = "fast"
+_DURABLE: Path = "durable"
 
 _PAUSE_TIMEOUT_S = 30.0
 """The engine answers within a decoding step, but may be busy with its first compilation."""
@@ -64,53 +65,12 @@ class Loading(Struct, frozen=True, kw_only=True):
     paused_s: float
 
 
-class _Progress:
-    """One fast path in numbers; a single deadline holds for all of its calls."""
+class _Loaded(Struct, frozen=True, kw_only=True):
+    """What an engine holds after a load."""
 
-    def __init__(self, published: PublishedWeights, *, started_s: float) -> None:
-        self._published = published
-        self._started_s = started_s
-        self.received_bytes = 0
-
-    def left_s(self) -> float:
-        """The seconds left until the deadline.
-
-        Raises:
-            EngineRefusedError: The deadline has passed.
-        """
-        left_s = self._started_s + self._published.deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise EngineRefusedError(f"too slow: {self}")
-        return left_s
-
-    def __str__(self) -> str:
-        """How far the fast path is, for people."""
-        return (
-            f"{self.received_bytes} of {self._published.size_bytes} bytes in "
-            f"{time.monotonic() - self._started_s:.1f} s of {self._published.deadline_s:.1f} s"
-        )
-
-
-class _Session(Struct, frozen=True, kw_only=True):
-    """The tensors of one session of an update; the last session brings the weights' name."""
-
-    selector: Selector
-    tensors: tuple[TensorSpec, ...]
-    final_name: str | None
-
-    def buckets(self) -> Iterator[tuple[tuple[TensorSpec, ...], BucketPlace]]:
-        """Each bucket and its place; the policy's last one flushes the K/V of both."""
-        plan = buckets(self.tensors)
-        for index, bucket in enumerate(plan):
-            is_last = index == len(plan) - 1
-            yield (
-                bucket,
-                BucketPlace(
-                    selector=self.selector,
-                    flushes=is_last and self.selector == "target",
-                    final_name=self.final_name if is_last else None,
-                ),
-            )
+    published: PublishedWeights
+    path: Path
+    paused_s: float
 
 
 class _Folders(Struct, frozen=True, kw_only=True):
@@ -149,8 +109,11 @@ class WeightLoader:
         self._durable_timeout_s = durable_timeout_s
         self._telemetry = telemetry
 
-    async def load(self, load: Load) -> Loading:
-        """Bring the engine to the published weights.
+    async def load(self, load: Load) -> Loading | None:
+        """Bring the engine to the published weights, or to the newest durable ones if that fails.
+
+        Returns None if the engine holds what it held: the weights did not come on their fast path,
+        and no durable copy is newer.
 
         Raises:
             EngineError: the engine refuses, or does not answer in time.
@@ -160,19 +123,20 @@ class WeightLoader:
         match load:
             case Rename(published):
                 await self._engine.name_weights(_name(published))
-                path: Path = "start"
-                paused_s = 0.0
+                loaded: _Loaded | None = _Loaded(published=published, path="start", paused_s=0.0)
             case DurableLoad(published):
-                paused_s = await self._load_durable(published)
-                path = "durable"
+                loaded = await self._load_durable(published)
             case FastLoad(published, rendezvous):
-                path, paused_s = await self._load_fast(published, rendezvous)
+                loaded = await self._load_fast(published, rendezvous)
             case RelayedLoad(published):
-                path, paused_s = await self._load_relayed(published)
+                loaded = await self._load_relayed(published)
             case _:
                 assert_never(load)
-        self._state.note_loaded(published)
-        return Loading(path=path, duration_s=time.monotonic() - started_s, paused_s=paused_s)
+        if loaded is None:
+            return None
+        self._state.note_loaded(loaded.published)
+        duration_s = time.monotonic() - started_s
+        return Loading(path=loaded.path, duration_s=duration_s, paused_s=loaded.paused_s)
 
     async def join(self, join: Join) -> None:
         """Let the engine join a group of several lanes; then it is in that one alone.
@@ -195,17 +159,25 @@ class WeightLoader:
         took_s = round(time.monotonic() - started_s, 3)
         self._telemetry.event("group_joined", group=name, took_s=took_s)
 
-    async def _load_durable(self, published: PublishedWeights) -> float:
+    async def _load_durable(self, published: PublishedWeights) -> _Loaded:
         # Before the pause: it may be a download of minutes.
-        return await self._swap(published, await self._folders(published))
+        folders = await self._folders(published)
+        paused_s = self._pauses.total_s
+        await self._pause(timeout_s=self._durable_timeout_s)
+        await self._load_folders(published, folders)
+        await self._resume(timeout_s=self._durable_timeout_s)
+        paused_s = self._pauses.total_s - paused_s
+        return _Loaded(published=published, path="durable", paused_s=paused_s)
 
-    async def _load_relayed(self, published: PublishedWeights) -> tuple[Path, float]:
+    async def _load_relayed(self, published: PublishedWeights) -> _Loaded | None:
         """Wait for the relay while the engine generates, then swap."""
         found = await self._relayed.folders(published)
         if found.policy is None:
             self._note_relay_failure(published, found.failure)
-            return "durable", await self._load_durable(published)
-        head = self._state.missing_head()
+            self._state.note_failed(published)
+            newer = self._state.durable_load()
+            return None if newer is None else await self._load_durable(newer.published)
+        head = self._state.missing_head(published)
         if head is not None and head == published.head and found.head is not None:
             folders = _Folders(policy=found.policy, head=(head, found.head))
         else:
@@ -214,36 +186,56 @@ class WeightLoader:
         paused_s = self._pauses.total_s
         await self._pause(timeout_s=self._durable_timeout_s)
         await self._load_folders(published, folders)
+        loaded, path = published, _FAST
         wrong = await self._read_back.wrong(published, leave_out)
         if wrong:
             self._note_relay_failure(published, _held_otherwise(wrong))
             await self._engine.name_weights(BROKEN_NAME)
-            await self._load_folders(published, await self._folders(published))
-            await self._read_back.confirm(published, leave_out, before=wrong)
+            loaded, path = await self._fall_back(published), _DURABLE
+            await self._confirm(loaded, published, leave_out, wrong=wrong)
         await self._resume(timeout_s=self._durable_timeout_s)
-        return "durable" if wrong else "fast", self._pauses.total_s - paused_s
+        return _Loaded(published=loaded, path=path, paused_s=self._pauses.total_s - paused_s)
+
+    async def _fall_back(self, published: PublishedWeights) -> PublishedWeights:
+        """Load the newest durable weights into an engine that is paused; returns which.
+
+        They are those before the published ones if these have no durable copy yet.
+
+        Raises:
+            DurableCopyError: no durable copy is published, or it cannot be used.
+        """
+        self._state.note_failed(published)
+        self._state.note_broken()
+        durable = self._state.durable
+        if durable is None:
+            raise DurableCopyError(f"{_name(published)} failed, and nothing durable is published")
+        await self._load_folders(durable, await self._folders(durable))
+        return durable
+
+    async def _confirm(
+        self,
+        loaded: PublishedWeights,
+        published: PublishedWeights,
+        leave_out: Sequence[str],
+        *,
+        wrong: Sequence[str],
+    ) -> None:
+        """Ask for the parameters that were wrong again, if the copy that is loaded has the same."""
+        if loaded.sha256 == published.sha256:
+            await self._read_back.confirm(loaded, leave_out, before=wrong)
 
     def _note_relay_failure(self, published: PublishedWeights, reason: str) -> None:
         self._telemetry.event("relay_failed", weights=_name(published), error=reason)
         self._telemetry.count("inference.fast_path_failures", lane=self._relayed.lane)
 
-    async def _swap(self, published: PublishedWeights, folders: "_Folders") -> float:
-        paused_s = self._pauses.total_s
-        await self._pause(timeout_s=self._durable_timeout_s)
-        await self._load_folders(published, folders)
-        await self._resume(timeout_s=self._durable_timeout_s)
-        return self._pauses.total_s - paused_s
-
-    async def _load_fast(
-        self, published: PublishedWeights, rendezvous: Rendezvous
-    ) -> tuple[Path, float]:
+    async def _load_fast(self, published: PublishedWeights, rendezvous: Rendezvous) -> _Loaded:
         plan = await self._plan(published)
         leave_out = await self._read_back.prepare(published)
         wrong: tuple[str, ...] = ()
         paused_s = self._pauses.total_s
         await self._pause(timeout_s=_PAUSE_TIMEOUT_S)
-        path: Path = "fast"
-        progress = _Progress(published, started_s=time.monotonic())
+        loaded, path = published, _FAST
+        progress = Progress(published, started_s=time.monotonic())
         try:
             await self._receive(published, rendezvous, plan, progress=progress)
             wrong = await self._read_back.wrong(published, leave_out)
@@ -259,11 +251,10 @@ class WeightLoader:
             )
             self._telemetry.count("inference.fast_path_failures", lane=rendezvous.lane)
             await self._abandon_update(rendezvous.group_name)
-            await self._load_folders(published, await self._folders(published))
-            await self._read_back.confirm(published, leave_out, before=wrong)
-            path = "durable"
+            loaded, path = await self._fall_back(published), _DURABLE
+            await self._confirm(loaded, published, leave_out, wrong=wrong)
         await self._resume(timeout_s=_PAUSE_TIMEOUT_S)
-        return path, self._pauses.total_s - paused_s
+        return _Loaded(published=loaded, path=path, paused_s=self._pauses.total_s - paused_s)
 
     async def _pause(self, *, timeout_s: float) -> None:
         self._pauses.pause()
@@ -277,9 +268,9 @@ class WeightLoader:
         self,
         published: PublishedWeights,
         rendezvous: Rendezvous,
-        plan: Sequence["_Session"],
+        plan: Sequence[Session],
         *,
-        progress: _Progress,
+        progress: Progress,
     ) -> None:
         if rendezvous.is_new:
             # The engine's scheduler blocks until rank 0 answers, so ask first whether it is there.
@@ -294,7 +285,7 @@ class WeightLoader:
             self._state.note_head(published.head.sha256)
 
     async def _receive_session(
-        self, session: "_Session", group_name: str, *, progress: _Progress
+        self, session: Session, group_name: str, *, progress: Progress
     ) -> None:
         await self._engine.begin_update(session.selector, timeout_s=progress.left_s())
         if session.selector == "draft":
@@ -306,16 +297,16 @@ class WeightLoader:
             progress.received_bytes += sum(tensor.size_bytes for tensor in bucket)
         await self._engine.end_update(timeout_s=progress.left_s())
 
-    async def _plan(self, published: PublishedWeights) -> "tuple[_Session, ...]":
+    async def _plan(self, published: PublishedWeights) -> tuple[Session, ...]:
         """What comes on the fast path: the policy's tensors, then those of a published head."""
         tensors = await self._copies.policies.tensors(published)
         name = _name(published)
         if published.head is None:
-            return (_Session(selector="target", tensors=tensors, final_name=name),)
+            return (Session(selector="target", tensors=tensors, final_name=name),)
         head = await self._copies.heads.tensors(published.head)
         return (
-            _Session(selector="target", tensors=tensors, final_name=None),
-            _Session(selector="draft", tensors=head, final_name=name),
+            Session(selector="target", tensors=tensors, final_name=None),
+            Session(selector="draft", tensors=head, final_name=name),
         )
 
     async def _folders(self, published: PublishedWeights) -> "_Folders":
@@ -326,7 +317,7 @@ class WeightLoader:
         self, published: PublishedWeights
     ) -> tuple[PublishedHead, FilePath] | None:
         """The durable copy of the head that the engine lacks; None if it lacks none."""
-        head = self._state.missing_head()
+        head = self._state.missing_head(published)
         if head is None:
             return None
         try:

@@ -1,9 +1,10 @@
 """Wiring of the trainer: scheduled steps in, trained steps and published weights out.
 
-Order of a step: train, durable weights, durable checkpoint, TrainedStep, PublishedWeights, fast
-path. All after the training goes on while the next step computes its gradients (`loop.py`). A crash
-between any two of them loses nothing and trains nothing twice: the newest checkpoint decides where
-training continues, and what the log lacks of its step is written again.
+Order of a step: train, PublishedWeights and fast path, durable weights, PublishedWeights again,
+durable checkpoint, TrainedStep. All after the training goes on while the next step computes its
+gradients (`loop.py`). A crash between any two of them loses nothing and trains nothing twice: the
+newest checkpoint decides where training continues, and what the log lacks of its step is written
+again.
 
 A run has one trainer: the folder is locked against a second process on the machine, and
 trained-steps is written through the transactional id `trainer`. Once a newer trainer has opened

@@ -3,8 +3,10 @@
 A step's weights and checkpoint are saved, and its records written, while the next step computes the
 gradients of its first update: that changes no weight. The update waits until all of it is done, so
 there is never more than one step on its way, and nothing is copied to keep it. The records' order
-is the same as without: a crash at any point leaves a step either unrecorded, or durable and
-recorded.
+is the same as without. Engines are given the weights first, so that they wait for no disk. A crash
+at any point leaves a step either unrecorded, or in a checkpoint that the next life finds or before
+which it begins: it trains an unrecorded step again and publishes it under its own lineage, whether
+or not an engine has served its weights already.
 """
 
 import asyncio
@@ -76,7 +78,7 @@ class TrainingLoop:
         self._life = life
         self.fresh = FreshCompletions(bytes_max=KEPT_BYTES_MAX)
         self._checkpoint_step = -1
-        self._accounted: Mapping[int, TrainedStep] = {}
+        self._previous = PreviousLives()
         self._restored_version = 0
         configuration = context.configuration
         # No step to come may train a group that is staler, so its tree can be dropped.
@@ -116,7 +118,7 @@ class TrainingLoop:
         saved = await asyncio.to_thread(
             self._store.save_restored, training, checkpoint, lineage=self._life.lineage
         )
-        self._accounted = previous.trained
+        self._previous = previous
         self._restored_version = training.version
         if checkpoint is not None:
             self._checkpoint_step = checkpoint.step
@@ -206,13 +208,18 @@ class TrainingLoop:
         *,
         headers: Headers,
     ) -> None:
-        """Make a trained step durable, commit its record and publish its weights."""
+        """Give engines a trained step's weights, make all durable and commit the step's record."""
         started_s = asyncio.get_running_loop().time()
         written = await asyncio.to_thread(
             self._store.write_version, training, lineage=self._life.lineage
         )
-        await self._publisher.stage(written)
-        saved = await asyncio.to_thread(self._store.upload_version, written)
+        # Publishing the first version may wait for the base model's evaluation; its record may not.
+        is_first = written.version == 1
+        if not is_first:
+            await self._publisher.offer(written, headers=headers)
+        saved = await asyncio.to_thread(self._store.keep_version, written)
+        if not is_first:
+            await self._publisher.publish(saved, headers=headers)
         needed: Mapping[int, int] = {}
         if trained.checkpoint_step == trained.step:
             await asyncio.to_thread(
@@ -227,7 +234,8 @@ class TrainingLoop:
         telemetry = self._context.telemetry
         telemetry.observe("trainer.saving_s", asyncio.get_running_loop().time() - started_s)
         report_step(trained, telemetry)
-        await self._publisher.publish(saved, headers=headers)
+        if is_first:
+            await self._publisher.publish(saved, headers=headers)
 
     async def _finish_saving(self) -> None:
         """Wait until the step before is durable, recorded and published."""
@@ -237,7 +245,7 @@ class TrainingLoop:
 
     def _is_remade(self, version: int) -> bool:
         """Whether this life trained a step again to make a version that an older one published."""
-        return version > self._restored_version and version - 1 in self._accounted
+        return version > self._restored_version and version in self._previous.published
 
     def _read(
         self, scheduled: ScheduledStep, values: Mapping[str, bytes], training: Training
@@ -250,7 +258,7 @@ class TrainingLoop:
         Raises:
             LostTreeError: a group that was trained can no longer be read.
         """
-        accounted = self._accounted.get(scheduled.step)
+        accounted = self._previous.trained.get(scheduled.step)
         if accounted is None:
             return training.read(scheduled, values)
         groups = {group.group_id: group for group in scheduled.groups}

@@ -6,7 +6,7 @@ number above those of all lives before it.
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -49,12 +49,14 @@ class PreviousLives:
     Attributes:
         lineage: The newest on the log; 0 if the log is empty.
         trained: The first TrainedStep of each step: the one that its groups were accounted by.
+        published: Versions that some life published, and engines may have sampled with.
         checkpoint_step: The newest step that a durable checkpoint holds, by the log; -1 if none.
     """
 
-    lineage: int
-    trained: Mapping[int, TrainedStep]
-    checkpoint_step: int
+    lineage: int = 0
+    trained: Mapping[int, TrainedStep] = field(default_factory=dict)
+    published: frozenset[int] = frozenset()
+    checkpoint_step: int = -1
 
     def next_lineage(self, checkpoint: Checkpoint | None) -> int:
         """The lineage of a trainer that continues after this checkpoint.
@@ -92,12 +94,20 @@ async def read_previous_lives(log: Log) -> PreviousLives:
     """
     lineage, checkpoint_step = 0, -1
     trained: dict[int, TrainedStep] = {}
+    published: set[int] = set()
     for fact in await _read_facts(log):
         lineage = max(lineage, fact.lineage)
         if isinstance(fact, TrainedStep):
             trained.setdefault(fact.step, fact)
             checkpoint_step = max(checkpoint_step, fact.checkpoint_step)
-    return PreviousLives(lineage=lineage, trained=trained, checkpoint_step=checkpoint_step)
+        else:
+            published.add(fact.version)
+    return PreviousLives(
+        lineage=lineage,
+        trained=trained,
+        published=frozenset(published),
+        checkpoint_step=checkpoint_step,
+    )
 
 
 async def _read_facts(log: Log) -> list[TrainedStep | PublishedWeights]:

@@ -1,22 +1,22 @@
-"""Publishes durable weights: first the record, then the fast path, at most one at a time.
+"""Publishes weights: a record, and the fast path, at most one version at a time.
 
-`publish` returns once the record is on the log. The transfer continues in threads; the next
-`publish` waits for it, at most until its deadline, and for no lane that left or lapsed. If an
-engine dies during a transfer, its heartbeats stop, its lane lapses, and its transfer is given up;
-the other lanes' transfers and the training step continue. The engine's half of this, which
-versions a lane falls back to, is services/inference's.
+`offer` publishes a version to the lanes on the fast path as soon as its file is written, `publish`
+to all once it is durable. Both return when their record is on the log. The transfer continues in
+threads; the next version waits for it, at most until its deadline, and for no lane that left or
+lapsed. If an engine dies during a transfer, its heartbeats stop, its lane lapses, and its transfer
+is given up; the other lanes' transfers and the training step continue. The engine's half of this,
+which versions a lane falls back to, is services/inference's.
 
 A process group of all lanes is formed between two versions (`group_forming.py`). A version that is
-published while it is being formed waits for that; without one it goes by the durable copy.
-
-By relay a version travels before its record: `stage` sends what is written to the lanes' processes,
-while the durable copy and the checkpoint are made. They load it once the record is there, which
-says that a durable copy is.
+published while it is being formed waits for that; without one it goes by the durable copy. By relay
+a version begins to travel before its record is written.
 """
 
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from forgemq_bus.log import Headers
 from forgemq_contracts.messages import Output
@@ -101,79 +101,120 @@ class Publisher:
                 telemetry=context.telemetry,
             )
         self._version = 0
-        self._staged_version = -1
-        self._relayed_to: tuple[RelayedLane, ...] = ()
+        self._broadcast_version = -1
+        self._begun: PublishedWeights | None = None
+        self._durable: PublishedWeights | None = None
+        self._durable_head: PublishedHead | None = None
 
-    async def stage(self, written: SavedVersion) -> None:
-        """Begin to relay a version that is written and not published yet, if there is a relay.
+    async def offer(self, written: SavedVersion, *, headers: Headers) -> None:
+        """Publish a version that is not durable yet to the lanes that get it on the fast path.
 
-        Waits until the version before is on all its ways.
+        Writes nothing if there is no such lane, or if no durable version says which tensors the
+        version has. Waits until the version before is on all its ways.
         """
-        # Two transfers at once would interleave their broadcasts in one process group.
-        await self._finish_transfer()
-        self._staged_version, self._relayed_to = written.version, ()
-        if self._relay is None or written.version == 0:
+        if self._broadcasts is None and self._relay is None:
             return
-        lanes = self._lanes.live(at_s=asyncio.get_running_loop().time())
-        addresses = self._lanes.addresses()
-        self._relayed_to = tuple(
-            RelayedLane(lane=lane, epoch=lanes[lane])
-            for lane in sorted(lanes)
-            if addresses.get(lane)
-        )
-        if self._relayed_to:
-            hops = tuple(Hop(each.lane, addresses[each.lane]) for each in self._relayed_to)
-            self._transfer = self._tasks.create_task(self._send_along(written, hops))
+        begun = await self._begin(written)
+        early = self._early(begun)
+        if early is not None:
+            await self._write(early, headers=headers)
+            self._start_broadcast(begun, written)
 
     async def publish(self, saved: SavedVersion, *, headers: Headers) -> None:
-        """Write PublishedWeights and start the fast path to every live lane.
+        """Publish a durable version, and start its fast path unless `offer` did.
 
         Version 1 waits until the base model is evaluated. If the run is to stop before that, it is
         not published: the next life of the trainer does it.
         """
-        version, weights, head = saved.version, saved.weights, saved.head
-        if version == 1:
+        if saved.version == 1:
             await wait_for_baseline(self._context)
             if self._context.stop.is_set():
                 return
-        if self._staged_version != version:
-            await self.stage(saved)
+        begun = self._begun
+        if begun is None or begun.version != saved.version:
+            begun = await self._begin(saved)
+        weights = saved.weights
+        self._durable = replace(
+            begun,
+            uri=weights.uri,
+            kind="delta" if weights.deltas else "full",
+            base_sha256=weights.base_sha256 or None,
+            deltas=weights.deltas,
+            head=_head_of(saved),
+        )
+        self._durable_head = self._durable.head or self._durable_head
+        await self._write(self._durable, headers=headers)
+        self._start_broadcast(begun, saved)
+
+    async def _begin(self, written: SavedVersion) -> PublishedWeights:
+        """Begin to relay a version, or open its broadcast; returns what is published of it."""
+        # Two transfers at once would interleave their broadcasts in one process group.
+        await self._finish_transfer()
+        version = written.version
+        relayed_to = self._begin_relay(written)
         if self._forming is not None:
             await self._forming.finish()
         before, self._version = self._version, version
         # Offered before the record is written, as the record tells engines where to join.
         offers = await self._offers(version, before=before)
         sampled: tuple[SampledParameter, ...] = ()
-        if offers or self._relayed_to:
+        if offers or relayed_to:
             key = f"{self._group_prefix}.{version}"
-            sampled = await asyncio.to_thread(sampled_parameters, saved.files[0], key=key)
-        published = PublishedWeights(
+            sampled = await asyncio.to_thread(sampled_parameters, written.files[0], key=key)
+        self._begun = PublishedWeights(
             lineage=self._life.lineage,
             version=version,
-            sha256=weights.sha256,
-            uri=weights.uri,
-            size_bytes=weights.size_bytes,
-            kind="delta" if weights.deltas else "full",
-            base_sha256=weights.base_sha256 or None,
-            deltas=weights.deltas,
+            sha256=written.weights.sha256,
+            uri=written.weights.uri,
+            size_bytes=written.weights.size_bytes,
             fast_paths=offers,
-            relayed_to=self._relayed_to,
-            deadline_s=self._deadline.of(saved.size_bytes),
-            head=None
-            if head is None
-            else PublishedHead(sha256=head.sha256, uri=head.uri, size_bytes=head.size_bytes),
+            relayed_to=relayed_to,
+            deadline_s=self._deadline.of(written.size_bytes),
+            head=_head_of(written),
             sampled=sampled,
         )
+        return self._begun
+
+    def _begin_relay(self, written: SavedVersion) -> tuple[RelayedLane, ...]:
+        """Begin to send the files of a version to all lanes; returns the lanes."""
+        if self._relay is None or written.version == 0:
+            return ()  # Engines start with the base model.
+        lanes = self._lanes.live(at_s=asyncio.get_running_loop().time())
+        addresses = self._lanes.addresses()
+        route = [lane for lane in sorted(lanes) if addresses.get(lane)]
+        if route:
+            hops = tuple(Hop(lane, addresses[lane]) for lane in route)
+            self._transfer = self._tasks.create_task(self._send_along(written, hops))
+        return tuple(RelayedLane(lane=lane, epoch=lanes[lane]) for lane in route)
+
+    def _early(self, begun: PublishedWeights) -> PublishedWeights | None:
+        """The record of a version whose copy is still to come; None if no lane could use it."""
+        head, layout = begun.head, self._durable
+        if layout is None or layout.version == 0 or not (begun.fast_paths or begun.relayed_to):
+            # The base model's file may have other dtypes than those that training writes.
+            return None
+        if head is not None:
+            if self._durable_head is None:
+                return None
+            head = replace(head, uri=self._durable_head.uri)
+        return replace(begun, uri=layout.uri, head=head, is_durable=False)
+
+    async def _write(self, published: PublishedWeights, *, headers: Headers) -> None:
         output = Output(topic=PUBLISHED_WEIGHTS.name, partition=0, record=published)
         await self._life.writer.write(emit_of(output, headers=headers))
         self._telemetry.event(
             "published",
-            lineage=self._life.lineage,
-            version=version,
-            lanes=len(offers) + len(self._relayed_to),
+            lineage=published.lineage,
+            version=published.version,
+            lanes=len(published.fast_paths) + len(published.relayed_to),
+            is_durable=published.is_durable,
         )
-        if offers:
-            self._transfer = self._tasks.create_task(self._send(offers, saved))
+
+    def _start_broadcast(self, begun: PublishedWeights, saved: SavedVersion) -> None:
+        """Start the broadcast of a version, once; engines join it when they read its record."""
+        if begun.fast_paths and self._broadcast_version != begun.version:
+            self._broadcast_version = begun.version
+            self._transfer = self._tasks.create_task(self._send(begun.fast_paths, saved))
 
     async def close(self) -> None:
         """Give up on lanes that have not joined, and wait for the transfer to end."""
@@ -275,3 +316,10 @@ class Publisher:
         for lane, reason in reasons.items():
             self._telemetry.event("lane_left_out", lane=lane, version=saved.version, reason=reason)
             self._telemetry.count("trainer.fast_path_failures")
+
+
+def _head_of(saved: SavedVersion) -> PublishedHead | None:
+    head = saved.head
+    if head is None:
+        return None
+    return PublishedHead(sha256=head.sha256, uri=head.uri, size_bytes=head.size_bytes)

@@ -100,7 +100,7 @@ class Store:
     def write_version(self, training: Training, *, lineage: int) -> SavedVersion:
         """Write the current version locally, and every so many versions the draft head with it.
 
-        It is durable if the blobs are in a local folder; else `upload_version` makes it so.
+        `keep_version` makes it durable.
         """
         folder = self._weights.local_folder(lineage=lineage, version=training.version)
         whole = None
@@ -117,10 +117,10 @@ class Store:
             head = self._write_head(training, lineage=lineage)
         return SavedVersion(version=training.version, weights=weights, head=head, whole=whole)
 
-    def upload_version(self, written: SavedVersion) -> SavedVersion:
+    def keep_version(self, written: SavedVersion) -> SavedVersion:
         """Make a written version durable, and remove versions that no lane loads any more."""
-        weights = self._upload(written.weights)
-        head = None if written.head is None else self._upload_head(written.head)
+        weights = self._keep(written.weights)
+        head = None if written.head is None else self._keep_head(written.head)
         return dataclasses.replace(written, weights=weights, head=head)
 
     def _save_restored_weights(
@@ -130,27 +130,27 @@ class Store:
         if self._is_quantised:
             source = self._base if checkpoint is None else checkpoint.folder
             self._checkpointed = frozenset({folder})
-            return self._weights.upload(self._quantise(source, folder))
+            return self._weights.keep(self._quantise(source, folder))
         if checkpoint is not None:
             weights = link_weights(read_weights_folder(checkpoint.folder), folder=folder)
             self._checkpointed = frozenset({folder})
-            return self._weights.upload(weights)
+            return self._weights.keep(weights)
         if (self._base / WEIGHTS_FILE).exists():
             return read_weights_folder(self._base)  # Engines start with this very folder.
-        return self._weights.upload(self._write(training, folder))
+        return self._weights.keep(self._write(training, folder))
 
     def save_weights(self, training: Training, *, lineage: int) -> WeightsFolder:
         """Save the current version durably, and remove versions that no lane loads any more."""
         folder = self._weights.local_folder(lineage=lineage, version=training.version)
-        return self._upload(self._write(training, folder))
+        return self._keep(self._write(training, folder))
 
-    def _upload(self, weights: WeightsFolder) -> WeightsFolder:
-        uploaded = self._weights.upload(weights)
+    def _keep(self, weights: WeightsFolder) -> WeightsFolder:
+        durable = self._weights.keep(weights)
         self._weights.remove_older(kept=self._kept, besides=self._checkpointed)
-        for delta in uploaded.deltas[-1:]:
+        for delta in durable.deltas[-1:]:
             self._telemetry.gauge("trainer.changed_share", delta.changed_share)
             self._telemetry.gauge("trainer.delta_bytes", delta.size_bytes)
-        return uploaded
+        return durable
 
     def save_checkpoint(
         self,
@@ -199,7 +199,7 @@ class Store:
     def _save_head(self, training: Training, *, lineage: int) -> WeightsFolder | None:
         """Save the draft head durably and remove older ones; None without speculation."""
         head = self._write_head(training, lineage=lineage)
-        return None if head is None else self._upload_head(head)
+        return None if head is None else self._keep_head(head)
 
     def _write_head(self, training: Training, *, lineage: int) -> WeightsFolder | None:
         if training.head is None:
@@ -211,11 +211,11 @@ class Store:
             folder=self._heads.local_folder(lineage=lineage, version=training.version),
         )
 
-    def _upload_head(self, head: WeightsFolder) -> WeightsFolder:
-        uploaded = self._heads.upload(head)
+    def _keep_head(self, head: WeightsFolder) -> WeightsFolder:
+        durable = self._heads.keep(head)
         # None has to outlive these: a trainer that starts again publishes its own.
         self._heads.remove_older(kept=self._kept, besides=frozenset())
-        return uploaded
+        return durable
 
     def _head_state(self, training: Training) -> HeadState | None:
         if training.head is None:

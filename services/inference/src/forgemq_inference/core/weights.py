@@ -105,11 +105,14 @@ Load: TypeAlias = Rename | FastLoad | RelayedLoad | DurableLoad
 class WeightsState:
     """Published against served weights of one lane under one epoch.
 
-    `observe` every record of published-weights; `next_load` decides; then either `note_loaded` or
-    `note_broken`. Process groups are remembered by name as long as they work.
+    `observe` every record of published-weights; `next_load` decides; then either `note_loaded`,
+    `note_failed` or `note_broken`. Process groups are remembered by name as long as they work.
 
     Example: serving 1.4, a restarted trainer publishes 2.3: `next_load` gives 2.3, because a new
     lineage fences the old one even with fewer steps.
+
+    Example: 1.5 is published before it is durable, and the engine fails to receive it. `next_load`
+    gives 1.4, which is durable and known to be whole, and 1.5 once its copy is published.
     """
 
     def __init__(self, *, lane: int, epoch: int, served: Served) -> None:
@@ -117,7 +120,10 @@ class WeightsState:
         self._lane = lane
         self._epoch = epoch
         self._newest: PublishedWeights | None = None
+        self._durable: PublishedWeights | None = None
+        self._failed: Weights | None = None
         self._head: PublishedHead | None = None
+        self._durable_head: PublishedHead | None = None
         self._held_head_sha256: str | None = None
         self._groups: set[str] = set()
         self._shared_group = ""
@@ -125,15 +131,23 @@ class WeightsState:
         self.served = served
 
     def observe(self, published: PublishedWeights) -> bool:
-        """Note a publication; True if it is the newest so far."""
-        if published.kind == "adapter":
-            return False
-        if self._newest is not None and _key(published) <= _key(self._newest):
+        """Note a publication; True if it is the newest so far, or the newest one's durable copy."""
+        if published.kind == "adapter" or not self._is_news(published):
             return False
         self._newest = published
         # A version may come without a head: then that of the version before it stays.
         self._head = published.head or self._head
+        if published.is_durable:
+            self._durable = published
+            self._durable_head = published.head or self._durable_head
         return True
+
+    def _is_news(self, published: PublishedWeights) -> bool:
+        newest = self._newest
+        if newest is None or _key(published) > _key(newest):
+            return True
+        is_same = _key(published) == _key(newest)
+        return is_same and published.is_durable and not newest.is_durable
 
     def observe_offer(self, offered: OfferedBroadcast) -> bool:
         """Note a group that is to be formed; True if the engine is to join it."""
@@ -160,25 +174,45 @@ class WeightsState:
         self._shared_group = group_name
         return others
 
+    @property
+    def durable(self) -> PublishedWeights | None:
+        """The newest durable weights that are published, which the engine may hold already."""
+        return self._durable
+
     def next_load(self) -> Load | None:
-        """What to load next; None if the engine holds the newest weights."""
+        """What to load next; None if the engine holds the newest weights that it can load."""
         newest = self._newest
         if newest is None:
             return None
         if self.served.is_dirty:
-            return DurableLoad(newest)
+            return None if self._durable is None else DurableLoad(self._durable)
         if _key(newest) <= self.served.weights:
             return None
-        if newest.sha256 == self.served.sha256 and self.missing_head() is None:
+        if newest.sha256 == self.served.sha256 and self.missing_head(newest) is None:
             return Rename(newest)
+        return self._fast_load(newest) or self.durable_load()
+
+    def durable_load(self) -> DurableLoad | None:
+        """The newest durable copy; None if it is not newer than what the engine holds."""
+        durable = self._durable
+        if durable is None or _key(durable) <= self.served.weights:
+            return None
+        return DurableLoad(durable)
+
+    def _fast_load(self, newest: PublishedWeights) -> FastLoad | RelayedLoad | None:
+        if _key(newest) == self._failed:
+            return None
         if any((to.lane, to.epoch) == (self._lane, self._epoch) for to in newest.relayed_to):
             return RelayedLoad(newest)
         rendezvous = self._rendezvous(newest)
-        return DurableLoad(newest) if rendezvous is None else FastLoad(newest, rendezvous)
+        return None if rendezvous is None else FastLoad(newest, rendezvous)
 
-    def missing_head(self) -> PublishedHead | None:
-        """The newest draft head that is published; None if the engine drafts with it already."""
-        head = self._head
+    def missing_head(self, published: PublishedWeights) -> PublishedHead | None:
+        """The draft head that these weights are loaded with; None if the engine drafts with it.
+
+        It is the newest head that is published, of a durable copy the newest durable one.
+        """
+        head = self._durable_head if published.is_durable else self._head
         return None if head is None or head.sha256 == self._held_head_sha256 else head
 
     def note_head(self, sha256: str | None) -> None:
@@ -196,6 +230,10 @@ class WeightsState:
     def note_loaded(self, published: PublishedWeights) -> None:
         """Note that the engine holds these weights completely."""
         self.served = Served(weights=_key(published), sha256=published.sha256)
+
+    def note_failed(self, published: PublishedWeights) -> None:
+        """Note that these weights did not come on their fast path, which is not tried again."""
+        self._failed = _key(published)
 
     def note_broken(self) -> None:
         """Note that an update began or broke off: what the engine holds is unknown until a load."""

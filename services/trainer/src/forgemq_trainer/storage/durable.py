@@ -15,7 +15,7 @@ import fsspec
 
 from forgemq_contracts.weights import WeightsDelta
 from forgemq_settings.environment import SettingsError
-from forgemq_trainer.storage.folders import remove_folder
+from forgemq_trainer.storage.folders import remove_folder, sync_folder
 from forgemq_trainer.storage.weights import WEIGHTS_FILE, WeightsFolder
 from forgemq_weight_deltas import OtherLayoutError, write_delta
 
@@ -61,13 +61,14 @@ class DurableWeights:
         """The local folder that a version is written to."""
         return self._folder / f"{lineage}.{version}"
 
-    def upload(self, weights: WeightsFolder) -> WeightsFolder:
-        """Upload the weights if the blobs are remote; returns them with the uri that engines read.
+    def keep(self, weights: WeightsFolder) -> WeightsFolder:
+        """Make weights durable: synced here, or uploaded; returns them with the engines' uri.
 
         Raises:
-            OSError: the object store refuses.
+            OSError: the disk or the object store refuses.
         """
         if self._is_local:
+            sync_folder(weights.folder)
             return weights
         base = self._newest
         # Without it, a crash or an error within this upload would leave a chain with a gap.

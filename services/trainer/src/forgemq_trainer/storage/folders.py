@@ -1,4 +1,7 @@
-"""Durable folders: written under a temporary name, synced, then renamed."""
+"""Folders that a crash leaves whole or absent: written under another name, then renamed.
+
+A folder that is synced before it is renamed also outlives a crash of the machine.
+"""
 
 import fcntl
 import hashlib
@@ -34,23 +37,34 @@ def lock_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+def write_folder(folder: Path, fill: Callable[[Path], None], *, is_synced: bool = True) -> None:
     """Make `folder` hold exactly what `fill` writes; after a crash it is whole or absent.
 
     Replaces an older folder of that name.
+
+    Args:
+        folder: To write.
+        fill: Writes the files into an empty folder.
+        is_synced: Also after a crash of the machine; False leaves that to `sync_folder`.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     fill(draft)
-    # Sync the files, then the folder that names them, then the rename: a crash of the machine may
-    # otherwise leave a folder of the right name with empty files in it.
-    for path in sorted(draft.rglob("*")):
-        _sync(path)
-    _sync(draft)
+    # Before the rename: a crash of the machine may otherwise leave a folder of the right name with
+    # empty files in it.
+    if is_synced:
+        _sync_files(draft)
     remove_folder(folder)
     draft.rename(folder)
+    if is_synced:
+        _sync(folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a folder that was written without a sync outlive a crash of the machine."""
+    _sync_files(folder)
     _sync(folder.parent)
 
 
@@ -89,6 +103,13 @@ def forget_cached(path: Path) -> None:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
+
+
+def _sync_files(folder: Path) -> None:
+    """Sync the files, then the folder that names them."""
+    for path in sorted(folder.rglob("*")):
+        _sync(path)
+    _sync(folder)
 
 
 def _sync(path: Path) -> None:

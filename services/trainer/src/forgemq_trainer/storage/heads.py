@@ -18,7 +18,7 @@ from forgemq_trainer.storage.weights import (
 def write_head(
     tensors: Mapping[str, Tensor], *, base: Path, dtype: str, folder: Path
 ) -> WeightsFolder:
-    """Write a head durably; equal tensors give equal bytes.
+    """Write a head, to be synced by `sync_folder`; equal tensors give equal bytes.
 
     Args:
         tensors: By the names in the head's file.
@@ -26,7 +26,11 @@ def write_head(
         dtype: Of the tensors, as the configuration names it.
         folder: To write.
     """
-    write_folder(folder, lambda draft: fill_head(draft, tensors, base=base, dtype=dtype))
+
+    def fill(draft: Path) -> None:
+        fill_head(draft, tensors, base=base, dtype=dtype)
+
+    write_folder(folder, fill, is_synced=False)
     return read_weights_folder(folder)
 
 

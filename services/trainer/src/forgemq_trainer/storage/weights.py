@@ -45,7 +45,7 @@ class WeightsFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedVersion:
-    """A version of which all is durable that is published.
+    """A version in files.
 
     Attributes:
         version: Its number.
@@ -94,7 +94,7 @@ def write_weights(
     folder: Path,
     state: dict[str, Tensor] | None = None,
 ) -> WeightsFolder:
-    """Write the model durably; equal weights give equal bytes.
+    """Write the model, to be synced by `sync_folder`; equal weights give equal bytes.
 
     Args:
         model: A causal language model of transformers.
@@ -110,12 +110,12 @@ def write_weights(
             model.save_pretrained(saved, state_dict=state, max_shard_size=UNSHARDED)  # type: ignore[operator]  # transformers' method
             (Path(saved) / WEIGHTS_FILE).rename(draft / WEIGHTS_FILE)
 
-    write_folder(folder, fill)
+    write_folder(folder, fill, is_synced=False)
     return read_weights_folder(folder)
 
 
 def write_quantised(source: Path, *, dtype: str, folder: Path) -> WeightsFolder:
-    """Write a model's weights durably as 8-bit floats in blocks; equal weights give equal bytes.
+    """Write a model's weights as 8-bit floats in blocks, to be synced; equal ones, equal bytes.
 
     Args:
         source: The model in full.
@@ -130,7 +130,7 @@ def write_quantised(source: Path, *, dtype: str, folder: Path) -> WeightsFolder:
         copy_model_files(source, draft, dtype=dtype)
         add_quantised(source, draft)
 
-    write_folder(folder, fill)
+    write_folder(folder, fill, is_synced=False)
     return read_weights_folder(folder)
 
 
