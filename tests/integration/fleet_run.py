@@ -86,11 +86,16 @@ class FleetRun:
         assert list(log.surviving_steps()) == list(range(self.steps))
 
     def published(self) -> list[PublishedWeights]:
-        """Every publication, in order."""
-        return self.records(topics.PUBLISHED_WEIGHTS)
+        """Every publication of a durable copy, in order."""
+        return [each for each in self.records(topics.PUBLISHED_WEIGHTS) if each.is_durable]
+
+    def published_early(self) -> list[tuple[int, int]]:
+        """Lineage and version of every publication that came before the durable copy."""
+        records = self.records(topics.PUBLISHED_WEIGHTS)
+        return [(each.lineage, each.version) for each in records if not each.is_durable]
 
     def publications(self) -> list[tuple[int, int]]:
-        """Lineage and version of every publication, in order."""
+        """Lineage and version of every durable copy that was published, in order."""
         return [(each.lineage, each.version) for each in self.published()]
 
     def loaded(self, lane: int) -> list[LoadedWeights]:

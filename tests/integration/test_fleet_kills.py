@@ -64,21 +64,39 @@ def test_a_trainer_killed_while_it_relays_a_version_leaves_it_to_its_next_life(
         ]
 
 
-@pytest.mark.parametrize(("way", "path"), [("relay", "fast"), ("gloo", "durable")])
-def test_a_version_that_a_trainer_published_before_its_kill_is_served_by_every_lane(
-    play, way, path
+def test_weights_whose_trainer_dies_before_their_copy_are_lost_and_no_lane_waits_for_them(
+    play,
 ):
-    """By relay its files are there already; a broadcast never comes, and the durable copy is."""
-    fleet = play("trainer", "after the trainer has published", way=way)
-    assert fleet.publications() == of_two_lives(2, again=2)
+    """The broadcast never comes, so a lane goes on with the version before, until the next life."""
+    fleet = play("trainer", "before the durable copy", way="gloo")
+    assert fleet.publications() == of_two_lives(1, again=1)
+    assert fleet.published_early()[0] == (1, 2)
     for lane in range(2):
         assert ways(fleet.loaded(lane))[:6] == [
             (1, 0, "start"),
             (1, 1, "fast"),
-            (1, 2, path),
-            (2, 2, "start"),
+            (1, 1, "durable"),
+            (2, 1, "start"),
+            (2, 2, "fast"),
             (2, 3, "fast"),
-            (2, 4, "fast"),
+        ]
+
+
+def test_lanes_that_serve_weights_of_a_trainer_that_died_before_its_checkpoint_go_back_with_it(
+    play,
+):
+    """The next life publishes an older version than they serve, and then the same one again."""
+    fleet = play("trainer", "before the checkpoint", way="relay")
+    assert fleet.publications() == of_two_lives(2, again=1)
+    assert fleet.published_early()[0] == (1, 2)
+    for lane in range(2):
+        assert ways(fleet.loaded(lane))[:6] == [
+            (1, 0, "start"),
+            (1, 1, "fast"),
+            (1, 2, "fast"),
+            (2, 1, "durable"),
+            (2, 2, "fast"),
+            (2, 3, "fast"),
         ]
 
 

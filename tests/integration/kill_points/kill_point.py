@@ -27,8 +27,10 @@ def arm(point: str, *, mark: str) -> None:
     match point:
         case "while the trainer relays":
             _while_it_relays(die)
-        case "after the trainer has published":
-            _after_it_has_published(die)
+        case "before the durable copy":
+            _after_it_has_published(die, is_durable=False)
+        case "before the checkpoint":
+            _after_it_has_published(die, is_durable=True)
         case "while it receives":
             _while_it_receives(die)
         case "between publication and load":
@@ -52,18 +54,18 @@ def _while_it_relays(die: Callable[[], None]) -> None:
     sending._Sending._left_s = looking  # type: ignore[method-assign]
 
 
-def _after_it_has_published(die: Callable[[], None]) -> None:
-    """After the record, before a broadcast begins."""
+def _after_it_has_published(die: Callable[[], None], *, is_durable: bool) -> None:
+    """After the record: of the early one, before its broadcast begins."""
     from forgemq_trainer.publisher import Publisher
 
-    publish = Publisher.publish
+    write = Publisher._write
 
-    async def publishing(self: Any, saved: Any, **keywords: Any) -> None:
-        await publish(self, saved, **keywords)
-        if saved.version == KILLED_VERSION:
+    async def writing(self: Any, published: Any, **keywords: Any) -> None:
+        await write(self, published, **keywords)
+        if (published.version, published.is_durable) == (KILLED_VERSION, is_durable):
             die()
 
-    Publisher.publish = publishing  # type: ignore[method-assign]
+    Publisher._write = writing  # type: ignore[method-assign]
 
 
 def _while_it_receives(die: Callable[[], None]) -> None:

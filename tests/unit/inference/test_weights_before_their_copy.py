@@ -1,5 +1,6 @@
 """Weights that are published before their durable copy: what a lane loads, and when."""
 
+import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -191,6 +192,42 @@ async def test_an_engine_that_the_relay_misses_is_not_paused_until_the_copy_come
         _, loaded = await scene.loaded(count=2)
     assert [span.version for span in record.spans] == [0]
     assert (loaded.version, loaded.path, engine.weight_version) == (2, "durable", "1.2")
+
+
+@pytest.mark.wall_clock
+async def test_a_copy_that_is_published_during_the_relay_is_loaded_after_one_deadline(
+    base: Path, trained: Path
+) -> None:
+    engine = StandInEngine(Speed())
+    async with serving_scene(base, engine) as (scene, _):
+        for durable_before in (base, None):
+            await scene.publish(
+                trained,
+                version=2,
+                relayed_to=TO_US,
+                deadline_s=2.0,
+                durable_before=durable_before,
+            )
+        _, loaded = await scene.loaded(count=2)
+        assert len(scene.events_named("relay_failed")) == 1
+    assert (loaded.version, loaded.path) == (2, "durable")
+
+
+@pytest.mark.wall_clock
+async def test_the_relay_of_a_trainer_that_died_is_not_waited_for_once_its_next_life_publishes(
+    base: Path, trained: Path
+) -> None:
+    engine = StandInEngine(Speed())
+    async with serving_scene(base, engine) as (scene, _):
+        await scene.publish(
+            trained, version=2, relayed_to=TO_US, deadline_s=60.0, durable_before=base
+        )
+        await asyncio.sleep(0.5)
+        await scene.publish(trained, lineage=2, version=1)
+        _, loaded = await scene.loaded(count=2)
+        assert scene.events_named("relay_failed") == []
+    assert (loaded.lineage, loaded.version, loaded.path) == (2, 1, "durable")
+    assert loaded.duration_s < 30
 
 
 async def test_an_engine_that_joins_between_a_version_and_its_copy_serves_the_one_before(

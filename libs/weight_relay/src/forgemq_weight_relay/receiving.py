@@ -72,6 +72,7 @@ class Receiver:
         self._on_broken = on_broken
         self._whole: tuple[WeightsKey, StagedCopy] | None = None
         self._arriving: tuple[WeightsKey, StagedCopy, socket.socket] | None = None
+        self._newest = WeightsKey(0, 0)
         self._attempts = 0
         self._changed = threading.Condition()
         self._connections = threading.BoundedSemaphore(_CONNECTIONS_MAX)
@@ -84,7 +85,7 @@ class Receiver:
     def wait(self, key: WeightsKey, *, timeout_s: float) -> StagedCopy | None:
         """Wait for a version's whole copy; None if it does not come in time. Blocks.
 
-        The time is shorter once an attempt broke off and no other follows.
+        The time is shorter once an attempt broke off and no other follows, and after `pass_over`.
         """
         end_s = time.monotonic() + timeout_s
         broken_s: float | None = None
@@ -92,6 +93,8 @@ class Receiver:
             while not self._stop.is_set():
                 if self._whole is not None and self._whole[0] == key:
                     return self._whole[1]
+                if key < self._newest:
+                    return None
                 arriving = self._arriving
                 is_broken = arriving and arriving[0] == key and arriving[1].broken
                 broken_s = (broken_s or time.monotonic()) if is_broken else None
@@ -100,6 +103,12 @@ class Receiver:
                     return None
                 self._changed.wait(until_s - time.monotonic())
         return None
+
+    def pass_over(self, newest: WeightsKey) -> None:
+        """Wait no longer for weights that are older than these."""
+        with self._changed:
+            self._newest = max(self._newest, newest)
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Stop listening, and break off what arrives or is passed on."""

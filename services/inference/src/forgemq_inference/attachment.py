@@ -93,6 +93,7 @@ class Attachment:
 
     def notify_published(self) -> None:
         """Wake the task that loads: newer weights are published, or a group is offered."""
+        self._loader.note_published()
         self._published.set()
 
     async def run(self) -> None:

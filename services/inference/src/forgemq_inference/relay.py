@@ -50,7 +50,7 @@ class RelayedWeights:
         """host:port for neighbours."""
 
     async def folders(self, published: PublishedWeights) -> RelayedFolders:
-        """The published weights, waited for until their deadline."""
+        """The published weights, waited for until their deadline or until others are newer."""
         key = WeightsKey(published.lineage, published.version)
         copy = await asyncio.to_thread(self.receiver.wait, key, timeout_s=published.deadline_s)
         if copy is None:
@@ -62,6 +62,10 @@ class RelayedWeights:
         return RelayedFolders(
             policy, None if head is None else _folder(copy, "head", sha256=head.sha256)
         )
+
+    def pass_over(self, newest: PublishedWeights) -> None:
+        """Wait no longer for weights that are older than these."""
+        self.receiver.pass_over(WeightsKey(newest.lineage, newest.version))
 
     def close(self) -> None:
         """Stop listening; what arrives breaks off."""

@@ -109,11 +109,16 @@ class WeightLoader:
         self._durable_timeout_s = durable_timeout_s
         self._telemetry = telemetry
 
+    def note_published(self) -> None:
+        """Note that newer weights are published: older ones are not waited for any longer."""
+        if self._state.newest is not None:
+            self._relayed.pass_over(self._state.newest)
+
     async def load(self, load: Load) -> Loading | None:
         """Bring the engine to the published weights, or to the newest durable ones if that fails.
 
         Returns None if the engine holds what it held: the weights did not come on their fast path,
-        and no durable copy is newer.
+        and no durable copy is newer, or others were published meanwhile.
 
         Raises:
             EngineError: the engine refuses, or does not answer in time.
@@ -172,6 +177,8 @@ class WeightLoader:
     async def _load_relayed(self, published: PublishedWeights) -> _Loaded | None:
         """Wait for the relay while the engine generates, then swap."""
         found = await self._relayed.folders(published)
+        if found.policy is None and self._state.is_replaced(published):
+            return None
         if found.policy is None:
             self._note_relay_failure(published, found.failure)
             self._state.note_failed(published)

@@ -175,6 +175,15 @@ class WeightsState:
         return others
 
     @property
+    def newest(self) -> PublishedWeights | None:
+        """The newest publication, durable or not."""
+        return self._newest
+
+    def is_replaced(self, published: PublishedWeights) -> bool:
+        """Whether newer weights than these are published."""
+        return self._newest is not None and _key(self._newest) > _key(published)
+
+    @property
     def durable(self) -> PublishedWeights | None:
         """The newest durable weights that are published, which the engine may hold already."""
         return self._durable
