@@ -231,9 +231,8 @@ class TrainingLoop:
             )
             needed = dict(positions)
         await self._commit(trained, needed=needed, headers=headers)
-        telemetry = self._context.telemetry
-        telemetry.observe("trainer.saving_s", asyncio.get_running_loop().time() - started_s)
-        report_step(trained, telemetry)
+        saving_s = asyncio.get_running_loop().time() - started_s
+        report_step(trained, self._context.telemetry, saving_s=saving_s)
         if is_first:
             await self._publisher.publish(saved, headers=headers)
 

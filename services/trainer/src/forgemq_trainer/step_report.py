@@ -4,8 +4,14 @@ from forgemq_contracts.steps import TrainedStep, TrainingMetrics
 from forgemq_telemetry.telemetry import Telemetry
 
 
-def report_step(trained: TrainedStep, telemetry: Telemetry) -> None:
-    """Write the event `trained`, the step's metrics, and an event for each of its alarms."""
+def report_step(trained: TrainedStep, telemetry: Telemetry, *, saving_s: float) -> None:
+    """Write the event `trained`, the step's metrics, and an event for each of its alarms.
+
+    Args:
+        trained: The step's record, which was just committed.
+        telemetry: Of the trainer.
+        saving_s: From the end of its last update until the commit.
+    """
     metrics = trained.metrics
     gap = metrics.measured_gap()
     telemetry.event(
@@ -16,7 +22,9 @@ def report_step(trained: TrainedStep, telemetry: Telemetry) -> None:
         loss_tokens=metrics.loss_tokens,
         logprob_gap_max=gap.max if gap else None,
         duration_s=trained.duration_s,
+        saving_s=round(saving_s, 3),
     )
+    telemetry.observe("trainer.saving_s", saving_s)
     telemetry.count("trainer.steps")
     telemetry.count("trainer.failed_groups", len(trained.failed_group_ids))
     if metrics.skipped_in_a_row:
