@@ -10,7 +10,7 @@ from forgemq_contracts.weights import PublishedWeights
 from forgemq_inference.engine import BucketPlace, EngineRefusedError, Selector
 
 
-class Progress:
+class Receipt:
     """One fast path in numbers; a single deadline holds for all of its calls."""
 
     def __init__(self, published: PublishedWeights, *, started_s: float) -> None:
@@ -37,7 +37,7 @@ class Progress:
         )
 
 
-class Session(Struct, frozen=True, kw_only=True):
+class ReceivedSession(Struct, frozen=True, kw_only=True):
     """The tensors of one session of an update; the last session brings the weights' name."""
 
     selector: Selector

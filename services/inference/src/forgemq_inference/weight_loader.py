@@ -36,7 +36,7 @@ from forgemq_inference.engine import (
     EngineRefusedError,
 )
 from forgemq_inference.engine_pair import LaneEngine
-from forgemq_inference.fast_path_receipt import Progress, Session
+from forgemq_inference.fast_path_receipt import Receipt, ReceivedSession
 from forgemq_inference.head_payloads import head_payloads
 from forgemq_inference.pause_clock import PauseClock
 from forgemq_inference.read_back import ParameterReadBack
@@ -242,7 +242,7 @@ class WeightLoader:
         paused_s = self._pauses.total_s
         await self._pause(timeout_s=_PAUSE_TIMEOUT_S)
         loaded, path = published, _FAST
-        progress = Progress(published, started_s=time.monotonic())
+        progress = Receipt(published, started_s=time.monotonic())
         try:
             await self._receive(published, rendezvous, plan, progress=progress)
             wrong = await self._read_back.wrong(published, leave_out)
@@ -275,9 +275,9 @@ class WeightLoader:
         self,
         published: PublishedWeights,
         rendezvous: Rendezvous,
-        plan: Sequence[Session],
+        plan: Sequence[ReceivedSession],
         *,
-        progress: Progress,
+        progress: Receipt,
     ) -> None:
         if rendezvous.is_new:
             # The engine's scheduler blocks until rank 0 answers, so ask first whether it is there.
@@ -292,7 +292,7 @@ class WeightLoader:
             self._state.note_head(published.head.sha256)
 
     async def _receive_session(
-        self, session: Session, group_name: str, *, progress: Progress
+        self, session: ReceivedSession, group_name: str, *, progress: Receipt
     ) -> None:
         await self._engine.begin_update(session.selector, timeout_s=progress.left_s())
         if session.selector == "draft":
@@ -304,16 +304,16 @@ class WeightLoader:
             progress.received_bytes += sum(tensor.size_bytes for tensor in bucket)
         await self._engine.end_update(timeout_s=progress.left_s())
 
-    async def _plan(self, published: PublishedWeights) -> tuple[Session, ...]:
+    async def _plan(self, published: PublishedWeights) -> tuple[ReceivedSession, ...]:
         """What comes on the fast path: the policy's tensors, then those of a published head."""
         tensors = await self._copies.policies.tensors(published)
         name = _name(published)
         if published.head is None:
-            return (Session(selector="target", tensors=tensors, final_name=name),)
+            return (ReceivedSession(selector="target", tensors=tensors, final_name=name),)
         head = await self._copies.heads.tensors(published.head)
         return (
-            Session(selector="target", tensors=tensors, final_name=None),
-            Session(selector="draft", tensors=head, final_name=name),
+            ReceivedSession(selector="target", tensors=tensors, final_name=None),
+            ReceivedSession(selector="draft", tensors=head, final_name=name),
         )
 
     async def _folders(self, published: PublishedWeights) -> "_Folders":
