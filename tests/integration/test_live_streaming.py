@@ -66,7 +66,7 @@ class Reader:
 
 async def play(run: LaunchedRun) -> list[Reader]:
     """Stream the turns of a group, and kill the gateway when each has some of its text."""
-    said = run.wait_for_line(r"export GATEWAY=(\S+) ADMIN_KEY=\$\(cat (\S+)\)", within_s=90)
+    said = run.wait_for_line(r"export GATEWAY=(\S+) ADMIN_KEY=\$\(head -n1 (\S+)\)", within_s=90)
     key = await asyncio.to_thread(Path(said[2]).read_text)
     async with aiohttp.ClientSession() as http:
         requests = JsonRequests(http, retry=Retry(deadline_s=60.0))

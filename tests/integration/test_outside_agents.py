@@ -125,7 +125,7 @@ async def kill_in_turns(run: LaunchedRun, agents: OutsideAgents) -> None:
 
 async def play_from_outside(run: LaunchedRun) -> OutsideAgents:
     """Play the run by what it printed."""
-    said = run.wait_for_line(r"export GATEWAY=(\S+) ADMIN_KEY=\$\(cat (\S+)\)", within_s=90)
+    said = run.wait_for_line(r"export GATEWAY=(\S+) ADMIN_KEY=\$\(head -n1 (\S+)\)", within_s=90)
     key = await asyncio.to_thread(Path(said[2]).read_text)
     async with aiohttp.ClientSession() as http:
         requests = JsonRequests(http, retry=Retry(deadline_s=AWAY_S_MAX))

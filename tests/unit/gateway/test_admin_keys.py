@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import msgspec
 import pytest
 
 from forgemq_contracts import topics
-from forgemq_gateway.admin_keys import KEYS_MAX, PUBLISHED_KEYS, KeyFile
+from forgemq_gateway.admin_keys import FollowedKeys
+from forgemq_gateway.app import serve
 from forgemq_gateway.core.keys import AdminKeys, KeyMint
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_settings.environment import SettingsError
+from forgemq_settings.key_file import KEYS_MAX, PUBLISHED_KEYS
 from forgemq_telemetry.telemetry import Telemetry
 from tests.unit.gateway.test_chat import HELLO, log_store, say
 from tests.unit.gateway.world import ADMIN_KEY, SETTINGS, configuration_of, running
@@ -30,8 +33,8 @@ class KeyScene:
         self.path = path
         self.keys = AdminKeys((admin_key,) if admin_key else (), run="r")
         settings = GatewaySettings(admin_key=admin_key, admin_key_file=str(path))
-        self.file = KeyFile(
-            settings, keys=self.keys, host=host, telemetry=Telemetry(service="gateway")
+        self.file = FollowedKeys(
+            settings, keys=self.keys, hosts=(host,), telemetry=Telemetry(service="gateway")
         )
 
     def write(self, *lines: str) -> None:
@@ -102,10 +105,10 @@ def test_a_start_without_a_good_file_ends_with_an_error_that_repeats_no_key(
 
 
 def test_a_start_without_any_key_says_which_setting_is_missing() -> None:
-    file = KeyFile(
+    file = FollowedKeys(
         GatewaySettings(),
         keys=AdminKeys((), run="r"),
-        host="127.0.0.1",
+        hosts=("127.0.0.1",),
         telemetry=Telemetry(service="gateway"),
     )
     with pytest.raises(SettingsError, match="FORGEMQ_GATEWAY_ADMIN_KEY: must be set"):
@@ -122,6 +125,24 @@ def test_a_published_key_is_refused_off_loopback(tmp_path: Path, host: str, key:
         with pytest.raises(SettingsError, match="the documents show") as refused:
             scene.file.start()
         assert key not in str(refused.value)
+
+
+async def test_a_published_key_is_refused_if_only_the_port_for_gateways_is_off_loopback(
+    model: Path,
+) -> None:
+    """A supervisor hands over a socket on loopback, and the peers' port is at the host."""
+    settings = GatewaySettings(admin_key="0123456789abcdef", host="0.0.0.0", peer_port=0)
+    with socket.socket(proto=socket.IPPROTO_TCP) as listener:
+        listener.bind(("127.0.0.1", 0))
+        with pytest.raises(SettingsError, match=r"0\.0\.0\.0 is no loopback address"):
+            await serve(
+                configuration=configuration_of(model),
+                settings=settings,
+                log=log_store()(),
+                telemetry=Telemetry(service="gateway"),
+                stop=asyncio.Event(),
+                listener=listener,
+            )
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1"])
@@ -176,6 +197,7 @@ async def test_no_key_is_in_a_record_an_event_or_a_setting_that_is_kept(
         await client.chat.completions.create(model="any", messages=HELLO)
         wrong = await world.admin("GET", f"/s/{claim['key']}x/v1/models", key=ADMIN_KEY + "x")
         await world.admin("POST", f"/v1/episodes/{claim['episode_id']}/finish", {})
+        gc.collect()  # What other tests left in cycles.
         kept = [each for each in gc.get_objects() if type(each) is GatewaySettings]
         written = [str(record) for topic in topics.OF_RUN for record in await world.records(topic)]
     said = "".join(capfd.readouterr()) + wrong.text + "".join(written)

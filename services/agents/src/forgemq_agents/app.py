@@ -8,6 +8,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
+from forgemq_agents.admin_key import admin_key_of
 from forgemq_agents.episode_player import EpisodePlayer
 from forgemq_agents.errors import GatewayError
 from forgemq_agents.gateway_client import GatewayClient
@@ -47,6 +48,7 @@ def run_agents(environ: Mapping[str, str]) -> int:
     try:
         settings = parse(AgentsSettings, prefix="FORGEMQ_AGENTS_", environ=environ)
         measured = parse(TelemetrySettings, prefix="FORGEMQ_TELEMETRY_", environ=environ)
+        admin_key_of(settings)  # Refused here, and not after the user's code is loaded.
         configuration = read_configuration(settings.configuration)
         domains = load_domains(configuration)
         telemetry = open_telemetry("agents", run=configuration.run, settings=measured)
@@ -89,10 +91,11 @@ async def play_run(
     # No limit on connections: episodes at once are bounded already, and long polls would use up
     # a limit that episodes need.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-    leases = LeaseThread(url=settings.gateway_url, admin_key=settings.admin_key, retry=retry)
+    admin_key = admin_key_of(settings)
+    leases = LeaseThread(url=settings.gateway_url, admin_key=admin_key, retry=retry)
     async with aiohttp.ClientSession(connector=connector) as http, leases:
         requests = JsonRequests(http, retry=retry)
-        gateway = GatewayClient(requests, url=settings.gateway_url, admin_key=settings.admin_key)
+        gateway = GatewayClient(requests, url=settings.gateway_url, admin_key=admin_key)
         groups = Groups(
             gateway=gateway,
             player=EpisodePlayer(

@@ -6,6 +6,7 @@ from urllib.parse import urlencode
 import msgspec
 from msgspec import Struct
 
+from forgemq_agents.admin_key import AdminKeyFile
 from forgemq_agents.errors import EpisodeOverError, TrainingEndedError
 from forgemq_agents.requests import JsonReply, JsonRequests
 from forgemq_contracts import admin_routes
@@ -34,7 +35,7 @@ class GatewayClient:
     first one was lost, its episode is free for the next attempt when its lease has lapsed.
     """
 
-    def __init__(self, requests: JsonRequests, *, url: str, admin_key: str) -> None:
+    def __init__(self, requests: JsonRequests, *, url: str, admin_key: str | AdminKeyFile) -> None:
         self._requests = requests
         self._url = url.rstrip("/")
         self._admin_key = admin_key
@@ -121,6 +122,5 @@ class GatewayClient:
         address = self._url + route.path.format_map(ids or {})
         if query is not None:
             address += "?" + urlencode(msgspec.to_builtins(query))
-        return await self._requests.send(
-            route.method, address, key=self._admin_key, fields=body, wait_s=wait_s
-        )
+        key = self._admin_key if isinstance(self._admin_key, str) else self._admin_key.current()
+        return await self._requests.send(route.method, address, key=key, fields=body, wait_s=wait_s)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import aiohttp
 
+from forgemq_agents.admin_key import admin_key_of
 from forgemq_agents.conversation_import import (
     ConversationImport,
     FileRefusedError,
@@ -47,6 +48,7 @@ def run_import(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         own = {"FORGEMQ_AGENTS_" + name.upper() for name in ImportSettings.__struct_fields__}
         given = {name: value for name, value in environ.items() if name in own}
         settings = parse(ImportSettings, prefix="FORGEMQ_AGENTS_", environ=given)
+        admin_key_of(settings)  # Refused here, and not after the file is read.
         count = check_file(options.file)
     except (SettingsError, FileRefusedError, OSError) as error:
         return _refuse(str(error), EXIT_REFUSED)
@@ -81,9 +83,10 @@ def _refuse(text: str, status: int) -> int:
 
 async def _import(path: Path, domain: str, *, settings: ImportSettings, count: int) -> int:
     retry = Retry(deadline_s=settings.retry_deadline_s, read_timeout_s=READ_TIMEOUT_S)
+    admin_key = admin_key_of(settings)
     async with AsyncExitStack() as beside, aiohttp.ClientSession() as http:
         requests = JsonRequests(http, retry=retry)
-        gateway = GatewayClient(requests, url=settings.gateway_url, admin_key=settings.admin_key)
+        gateway = GatewayClient(requests, url=settings.gateway_url, admin_key=admin_key)
         run, training = await gateway.read_run(), None
         if domain not in run.domains:
             known = ", ".join(run.domains)
@@ -91,9 +94,7 @@ async def _import(path: Path, domain: str, *, settings: ImportSettings, count: i
                 f"--domain: there is no domain {domain!r}; there are {known}", EXIT_REFUSED
             )
         if domain in run.supervised_domains:
-            leases = LeaseThread(
-                url=settings.gateway_url, admin_key=settings.admin_key, retry=retry
-            )
+            leases = LeaseThread(url=settings.gateway_url, admin_key=admin_key, retry=retry)
             player = EpisodePlayer(
                 gateway=gateway,
                 requests=requests,

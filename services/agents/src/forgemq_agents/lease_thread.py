@@ -14,6 +14,7 @@ from typing import Self
 
 import aiohttp
 
+from forgemq_agents.admin_key import AdminKeyFile
 from forgemq_agents.errors import EpisodeOverError, GatewayError
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.requests import JsonRequests, Retry
@@ -32,7 +33,7 @@ class LeaseThread:
     episode; the block's end stops all renewals. Callbacks run on the loop that entered the block.
     """
 
-    def __init__(self, *, url: str, admin_key: str, retry: Retry) -> None:
+    def __init__(self, *, url: str, admin_key: str | AdminKeyFile, retry: Retry) -> None:
         self._url = url
         self._admin_key = admin_key
         self._retry = retry

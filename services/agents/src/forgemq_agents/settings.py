@@ -12,7 +12,13 @@ class AgentsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str, Meta(min_length=1, description="File with the resolved run configuration, JSON.")
     ]
     gateway_url: Annotated[str, Meta(pattern=r"^https?://")]
-    admin_key: Annotated[str, Meta(min_length=1)]
+    admin_key: Annotated[str, Meta(min_length=1, description="Of the gateway, without a file.")] = (
+        ""
+    )
+    admin_key_file: Annotated[
+        str,
+        Meta(description="File whose first line is the key; read again when it changes. '': none."),
+    ] = ""
     poll_s: Annotated[float, Meta(gt=0, description="How often the run's progress is read.")] = 2.0
     retry_deadline_s: Annotated[
         float, Meta(gt=0, description="A gateway outage this long ends the process.")
@@ -30,7 +36,13 @@ class ImportSettings(Struct, frozen=True, kw_only=True):
     """Parsed from those of `FORGEMQ_AGENTS_*` that an import needs."""
 
     gateway_url: Annotated[str, Meta(pattern=r"^https?://")]
-    admin_key: Annotated[str, Meta(min_length=1)]
+    admin_key: Annotated[str, Meta(min_length=1, description="Of the gateway, without a file.")] = (
+        ""
+    )
+    admin_key_file: Annotated[
+        str,
+        Meta(description="File whose first line is the key; read again when it changes. '': none."),
+    ] = ""
     retry_deadline_s: Annotated[
         float, Meta(gt=0, description="A gateway outage this long ends the import.")
     ] = 300.0

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterable, Mapping
 
 from forgemq_contracts.live_key import LiveKey
-from forgemq_gateway.admin_keys import KEYS_MAX
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import (
     MovedError,
@@ -21,6 +20,7 @@ from forgemq_gateway.core.keys import AdminKeys, key_sha256
 from forgemq_gateway.core.live import SESSION_HEADER, LiveCaller, LiveKeys
 from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.wire import Scope, headers_of
+from forgemq_settings.key_file import KEYS_MAX
 
 _EPISODE_ID = re.compile(r"[a-z0-9-]{1,64}\.[0-9]{1,9}\.[0-9]{1,9}")
 # As many as an admin key file may have, and one of the settings.

@@ -15,7 +15,7 @@ from forgemq_contracts.domains import histories_of
 from forgemq_contracts.episodes import HistoryPolicy
 from forgemq_contracts.run import RunConfiguration
 from forgemq_gateway.access import Access
-from forgemq_gateway.admin_keys import KeyFile
+from forgemq_gateway.admin_keys import FollowedKeys
 from forgemq_gateway.admin_route import admin_app
 from forgemq_gateway.body_memory import BodyMemory
 from forgemq_gateway.change_signal import ChangeSignal
@@ -60,7 +60,7 @@ from forgemq_gateway.turn_route import TurnRoute
 from forgemq_gateway.turn_source import TurnSource
 from forgemq_gateway.whereabouts import Whereabouts
 from forgemq_rendering import Rendering
-from forgemq_settings.environment import parse
+from forgemq_settings.environment import SettingsError, parse
 from forgemq_shell.dead_letters import DeadLetters
 from forgemq_shell.service import Context
 from forgemq_telemetry.telemetry import Telemetry
@@ -106,9 +106,14 @@ async def serve(
     if peers is not None:
         listeners.append(peers)
     keys = AdminKeys((settings.admin_key,) if settings.admin_key else (), run=configuration.run)
-    host = listeners[0].getsockname()[0]
-    key_file = KeyFile(settings, keys=keys, host=host, telemetry=telemetry)
-    key_file.start()
+    hosts = {listener.getsockname()[0] for listener in listeners}
+    followed = FollowedKeys(settings, keys=keys, hosts=hosts, telemetry=telemetry)
+    try:
+        followed.start()
+    except SettingsError:
+        for each in listeners:
+            each.close()
+        raise
     peer_url = settings.peer_url or url_of(listeners[-1])
     async with asyncio.TaskGroup() as tasks, Forwarder() as forwarder:
         context = await new_context(
@@ -122,7 +127,7 @@ async def serve(
             peer_url=peer_url,
         )
         report_memory_shortage(context)
-        following = tasks.create_task(key_file.follow())
+        following = tasks.create_task(followed.follow())
         server = GatewayServer(
             log, renderings=renderings, keys=keys, forwarder=forwarder, context=context
         )

@@ -11,6 +11,8 @@ from pathlib import Path
 import msgspec
 
 from forgemq_contracts.run import RunConfiguration
+from forgemq_settings.environment import SettingsError
+from forgemq_settings.key_file import KeyFile
 
 _EVALUATION = "evaluation"
 """File whose presence says that `forgemq eval` made the folder."""
@@ -91,11 +93,15 @@ class RunFolder:
         return self.path / "admin.key"
 
     def admin_key(self) -> str:
-        """The gateway's admin key; the same at every start, because episode keys derive from it."""
+        """The newest of the gateway's admin keys: the first line of the file, which is made once.
+
+        It is the same at every start, unless somebody changes the file, because episode keys derive
+        from it.
+        """
         if not self.key_path.is_file():
             self.key_path.touch(mode=0o600)
             self.key_path.write_text(secrets.token_urlsafe(ADMIN_KEY_BYTES))
-        return self.key_path.read_text()
+        return first_key(self.key_path)
 
     def gateway_port(self) -> int:
         """The gateway's port at the run's newest start; 0 if there was none."""
@@ -141,6 +147,18 @@ class RunFolder:
                 return False
         except RunFolderError:
             return True
+
+
+def first_key(path: Path) -> str:
+    """The newest key of a file of keys.
+
+    Raises:
+        RunFolderError: there is none, or the file cannot be read.
+    """
+    try:
+        return KeyFile(str(path), variable=str(path)).read()[0]
+    except SettingsError as error:
+        raise RunFolderError(str(error)) from error
 
 
 def names_taken(runs: Path) -> tuple[str, ...]:

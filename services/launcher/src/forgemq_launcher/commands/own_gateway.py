@@ -1,9 +1,11 @@
 """The gateway of a run, for commands that ask it: one that is named, or that of a run up here."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
-from forgemq_launcher.run_folder import RunFolder, RunFolderError
+from forgemq_launcher.run_folder import RunFolder, RunFolderError, first_key
+from forgemq_launcher.run_key import run_key
 
 GATEWAY_URL = "FORGEMQ_AGENTS_GATEWAY_URL"
 ADMIN_KEY = "FORGEMQ_AGENTS_ADMIN_KEY"
@@ -23,19 +25,22 @@ def run_gateway(folder: RunFolder, environ: Mapping[str, str], *, host: str) -> 
 
     Args:
         folder: Of the run; not read if a gateway is named.
-        environ: May have FORGEMQ_AGENTS_GATEWAY_URL and FORGEMQ_AGENTS_ADMIN_KEY.
+        environ: May have FORGEMQ_AGENTS_GATEWAY_URL, with FORGEMQ_AGENTS_ADMIN_KEY or its _FILE.
         host: Where the gateways of this machine's runs listen.
 
     Raises:
-        RunFolderError: no gateway is named, and the run is not known here or not up.
+        RunFolderError: no gateway is named, and the run is not known here or not up; or a file of
+            keys has none.
     """
     named = environ.get(GATEWAY_URL)
     if named:
-        return RunGateway(named.rstrip("/"), environ.get(ADMIN_KEY, ""), is_here=False)
+        file = environ.get(f"{ADMIN_KEY}_FILE")
+        key = first_key(Path(file)) if file else environ.get(ADMIN_KEY, "")
+        return RunGateway(named.rstrip("/"), key, is_here=False)
     folder.configuration()
     if not folder.is_up():
         raise RunFolderError(
             f"run {folder.run} is not up: start it with --resume, or set {GATEWAY_URL}"
         )
-    key = environ.get("FORGEMQ_GATEWAY_ADMIN_KEY") or folder.admin_key()
+    key = run_key(folder, environ).present()
     return RunGateway(f"http://{host}:{folder.gateway_port()}", key, is_here=True)

@@ -17,7 +17,7 @@ def outside_agents(configuration: RunConfiguration, *, gateway_url: str, admin_k
     Args:
         configuration: Says which queues have no agent.
         gateway_url: Base address of the gateway.
-        admin_key: How a shell gets at the key: `$(cat FILE)` or `$VARIABLE`.
+        admin_key: How a shell gets at the key: `$(head -n1 FILE)` or `$VARIABLE`.
     """
     supplied = supplied_queues(configuration)
     others = [queue for queue in configuration.queues if queue not in supplied]

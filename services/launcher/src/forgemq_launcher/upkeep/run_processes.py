@@ -11,6 +11,7 @@ import psutil
 from forgemq_bus.kafka import KafkaConnection
 from forgemq_launcher.core.outside_agents import outside_agents
 from forgemq_launcher.core.restarts import RestartPolicy
+from forgemq_launcher.run_key import run_key
 from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.upkeep.broker import RunBroker
 from forgemq_launcher.upkeep.engine_model import write_engine_model
@@ -44,6 +45,7 @@ class RunProcesses:
     def __init__(self, setup: RunSetup, *, note: Note) -> None:
         settings = setup.settings
         self._setup = setup
+        self._key = run_key(setup.folder, setup.environ)
         self._note = note
         self._policy = RestartPolicy(
             restarts_max=settings.restarts_max, span_s=settings.restarts_span_s
@@ -77,7 +79,7 @@ class RunProcesses:
         """Whether the gateway answers now, and says that training has ended."""
         addresses = self._addresses
         return addresses is not None and says_training_ended(
-            addresses.gateway_url, admin_key=addresses.admin_key
+            addresses.gateway_url, admin_key=self._key.present()
         )
 
     def service_statuses(self) -> tuple[ServiceStatus, ...]:
@@ -147,7 +149,8 @@ class RunProcesses:
             gateway_fd=gateway.fileno(),
             console_port=console.getsockname()[1],
             console_fd=console.fileno(),
-            admin_key=setup.environ.get("FORGEMQ_GATEWAY_ADMIN_KEY") or setup.folder.admin_key(),
+            admin_key=self._key.setting,
+            admin_key_file=self._key.file,
         )
         self._specs = service_specs(
             setup.configuration,
@@ -207,10 +210,10 @@ class RunProcesses:
 
     def _note_outside_agents(self, addresses: Addresses) -> None:
         """Say how groups are asked for, if some queue has no agent of the run."""
-        named = self._setup.environ.get("FORGEMQ_GATEWAY_ADMIN_KEY")
-        key = "$FORGEMQ_GATEWAY_ADMIN_KEY" if named else f"$(cat {self._setup.folder.key_path})"
         text = outside_agents(
-            self._setup.configuration, gateway_url=addresses.gateway_url, admin_key=key
+            self._setup.configuration,
+            gateway_url=addresses.gateway_url,
+            admin_key=self._key.in_shell,
         )
         if text:
             self._note(text)

@@ -42,6 +42,7 @@ class Addresses(Struct, frozen=True, kw_only=True):
 
     `prefill_urls`: by lane, "" for a lane whose engine reads its contexts; () if none has another.
     `gateway_fd`, `console_fd`: their bound sockets, which the launcher keeps over their restarts.
+    `admin_key`: Of the gateway; "" if only the file has it, whose first line is the newest.
     """
 
     kafka: str
@@ -52,7 +53,8 @@ class Addresses(Struct, frozen=True, kw_only=True):
     gateway_fd: int
     console_port: int
     console_fd: int
-    admin_key: str
+    admin_key: str = ""
+    admin_key_file: str = ""
 
     @property
     def gateway_url(self) -> str:
@@ -189,7 +191,7 @@ def _own_environs(
     return {
         "gateway": {
             "FORGEMQ_GATEWAY_LISTENER_FD": str(addresses.gateway_fd),
-            "FORGEMQ_GATEWAY_ADMIN_KEY": addresses.admin_key,
+            **_key_environ("GATEWAY", addresses),
         },
         "trainer": {
             "FORGEMQ_TRAINER_FOLDER": str(folder / "checkpoints"),
@@ -204,10 +206,18 @@ def _own_environs(
         "reward": {"GATEWAY_URL": addresses.gateway_url},
         "agents": {
             "FORGEMQ_AGENTS_GATEWAY_URL": addresses.gateway_url,
-            "FORGEMQ_AGENTS_ADMIN_KEY": addresses.admin_key,
+            **_key_environ("AGENTS", addresses),
             "FORGEMQ_AGENTS_CONFIGURATION": str(folder / "configuration.json"),
         },
     }
+
+
+def _key_environ(service: str, addresses: Addresses) -> dict[str, str]:
+    """Where a service finds the admin key; in its environment only if it is in the launcher's."""
+    name = f"FORGEMQ_{service}_ADMIN_KEY"
+    if addresses.admin_key:
+        return {name: addresses.admin_key}
+    return {f"{name}_FILE": addresses.admin_key_file}
 
 
 def service_environ(environ: Mapping[str, str], service: str) -> dict[str, str]:

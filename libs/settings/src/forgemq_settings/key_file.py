@@ -1,0 +1,105 @@
+"""Keys from a file, one on each line, the newest first; and keys that everybody knows."""
+
+import ipaddress
+from collections.abc import Sequence
+from pathlib import Path
+
+from forgemq_settings.environment import SettingsError
+
+KEY_CHARACTERS_MIN = 16
+"""As for a key in a setting."""
+
+KEYS_MAX = 8
+"""An overlap needs two; each key costs every request a hash."""
+
+PUBLISHED_KEYS = frozenset({"0123456789abcdef", "change-me-before-use"})
+"""Keys that the documents show, so everybody knows them."""
+
+# What of a file's state says that it has other content: inode, size and time of its last change.
+_State = tuple[int, int, int]
+
+
+class KeyFile:
+    """A file of keys; empty lines and lines that begin with # are left out.
+
+    Args:
+        path: Of the file.
+        variable: The setting that names it, for errors.
+    """
+
+    def __init__(self, path: str, *, variable: str) -> None:
+        self._path = Path(path)
+        self._variable = variable
+        self._state: _State | None = None
+
+    def has_changed(self) -> bool:
+        """Whether the file is another one than at the last `read`."""
+        return self._present_state() != self._state
+
+    def read(self) -> tuple[str, ...]:
+        """The keys that are in the file now.
+
+        Raises:
+            SettingsError: the file cannot be read, or its keys break a rule; names no key.
+        """
+        self._state = self._present_state()
+        try:
+            text = self._path.read_text()
+        except OSError as error:
+            raise SettingsError(f"{self._variable}: {error.strerror}") from error
+        except UnicodeDecodeError:
+            # Without its cause, which has bytes of the file.
+            raise SettingsError(f"{self._variable}: the file is not text") from None
+        return keys_in(text, variable=self._variable)
+
+    def _present_state(self) -> _State | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def keys_in(text: str, *, variable: str) -> tuple[str, ...]:
+    """The keys in the text of a file of keys.
+
+    Raises:
+        SettingsError: there is none, there are too many, or one is too short; names no key.
+    """
+    lines = [line.strip() for line in text.splitlines()]
+    found = tuple(line for line in lines if line and not line.startswith("#"))
+    if not 1 <= len(found) <= KEYS_MAX:
+        raise SettingsError(f"{variable}: must have 1 to {KEYS_MAX} keys, has {len(found)}")
+    for number, key in enumerate(found, start=1):
+        if len(key) < KEY_CHARACTERS_MIN:
+            raise SettingsError(
+                f"{variable}: key {number} must have at least {KEY_CHARACTERS_MIN} characters"
+            )
+    return found
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is one that no other machine reaches; a name is not resolved."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_not_published(keys: Sequence[str], *, host: str, variable: str) -> None:
+    """Return if nobody but this machine can use a key that everybody knows.
+
+    Args:
+        keys: All that are valid.
+        host: The address that is listened on.
+        variable: The setting of a key, for the error.
+
+    Raises:
+        SettingsError: another machine can.
+    """
+    if is_loopback(host) or PUBLISHED_KEYS.isdisjoint(keys):
+        return
+    raise SettingsError(
+        f"{variable}: a key is one that the documents show, and {host} is no loopback address: "
+        "use a key of your own (openssl rand -hex 24)"
+    )

@@ -1,0 +1,55 @@
+"""The admin key of the agents: from a setting, or a file that may change while they play."""
+
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from forgemq_agents.admin_key import AdminKeyFile, admin_key_of
+from forgemq_agents.gateway_client import GatewayClient
+from forgemq_agents.requests import JsonRequests, Retry
+from forgemq_agents.settings import ImportSettings
+from forgemq_settings.environment import SettingsError
+
+OLD, NEW = "the-old-admin-key-0", "the-new-admin-key-1"
+URL = "http://127.0.0.1:9"
+
+
+async def test_a_call_has_the_key_that_the_file_has_at_that_moment(tmp_path: Path) -> None:
+    path, seen = tmp_path / "keys", []
+
+    async def renew(request: web.Request) -> web.Response:
+        seen.append(request.headers["Authorization"])
+        return web.json_response({"lease_s": 1.0})
+
+    app = web.Application()
+    app.router.add_post("/v1/episodes/{id}/heartbeat", renew)
+    path.write_text(f"{OLD}\n")
+    async with TestServer(app) as server, aiohttp.ClientSession() as http:
+        gateway = GatewayClient(
+            JsonRequests(http, retry=Retry()),
+            url=str(server.make_url("")).rstrip("/"),
+            admin_key=AdminKeyFile(str(path)),
+        )
+        for text in (f"{OLD}\n", f"{OLD}\n{NEW}\n", f"{NEW}\n{OLD}\n", "too short", f"{NEW}\n"):
+            path.write_text(text)
+            await gateway.renew_lease("g-1.0.0")
+    assert seen == [f"Bearer {key}" for key in (OLD, OLD, NEW, NEW, NEW)]
+
+
+def test_the_file_decides_and_without_it_the_setting(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(NEW)
+    both = admin_key_of(ImportSettings(gateway_url=URL, admin_key=OLD, admin_key_file=str(path)))
+    assert isinstance(both, AdminKeyFile)
+    assert both.current() == NEW
+    assert admin_key_of(ImportSettings(gateway_url=URL, admin_key=OLD)) == OLD
+
+
+def test_a_start_without_a_key_or_without_its_file_names_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"^FORGEMQ_AGENTS_ADMIN_KEY: must be set, or"):
+        admin_key_of(ImportSettings(gateway_url=URL))
+    with pytest.raises(SettingsError, match=r"^FORGEMQ_AGENTS_ADMIN_KEY_FILE: No such file"):
+        admin_key_of(ImportSettings(gateway_url=URL, admin_key_file=str(tmp_path / "none")))
