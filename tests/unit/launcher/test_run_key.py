@@ -8,7 +8,7 @@ import pytest
 
 from forgemq_launcher.commands.own_gateway import run_gateway
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
-from forgemq_launcher.run_key import run_key
+from forgemq_launcher.run_key import console_key_file, run_key
 from forgemq_launcher.upkeep.services import service_specs
 from tests.unit.launcher.test_services import ADDRESSES, GIVEN, PLAYED, configuration
 
@@ -73,3 +73,28 @@ def test_a_key_of_the_runs_file_is_in_no_environment(tmp_path: Path) -> None:
     assert not [spec.name for spec in made if key.present() in " ".join(spec.environ.values())]
     named = {spec.name for spec in made if str(folder.key_path) in spec.environ.values()}
     assert named == {"gateway", "agents"}
+
+
+def test_a_page_that_other_machines_reach_gets_a_key_which_is_made_once(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    file = console_key_file(folder, {}, host="0.0.0.0")
+    key = Path(file).read_text()
+    assert (file, len(key)) == (str(tmp_path / "console.key"), 32)
+    assert Path(file).stat().st_mode & 0o777 == 0o600
+    assert console_key_file(folder, {}, host="10.0.0.1") == file
+    assert Path(file).read_text() == key != run_key(folder, {}).present()
+    made = service_specs(
+        configuration(PLAYED),
+        folder=folder,
+        addresses=msgspec.structs.replace(ADDRESSES, console_key_file=file),
+        environ=GIVEN,
+    )
+    assert [spec.name for spec in made if file in spec.environ.values()] == ["console"]
+
+
+def test_a_page_on_loopback_or_with_a_key_of_its_settings_gets_none(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert console_key_file(folder, {}, host="127.0.0.1") == ""
+    for name in ("FORGEMQ_CONSOLE_KEY", "FORGEMQ_CONSOLE_KEY_FILE"):
+        assert console_key_file(folder, {name: "set"}, host="0.0.0.0") == ""
+    assert not folder.console_key_path.exists()

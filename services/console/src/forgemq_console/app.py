@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from forgemq_bus.kept_records import message_of, read_at
 from forgemq_bus.log import Log, Place
+from forgemq_console.access import ConsoleKeys, guarded
 from forgemq_console.core import GroupView, TokenText, group_view
 from forgemq_console.http import ReadGroup, web
 from forgemq_console.settings import ConsoleSettings
@@ -54,9 +55,12 @@ async def show_run(context: Context, *, datadir: Path) -> None:
         token_text=token_text_of(Path(context.configuration.model.path)),
         episodes_max=settings.episodes_shown_max,
     )
+    sockets = inherited_sockets(settings)
+    hosts = [each.getsockname()[0] for each in sockets] if sockets else [settings.host]
+    keys = ConsoleKeys(settings, hosts=hosts, telemetry=context.telemetry)
     server = uvicorn.Server(
         uvicorn.Config(
-            web(view, clock_ms=now_ms, read_group=read_group),
+            guarded(web(view, clock_ms=now_ms, read_group=read_group), keys),
             host=settings.host,
             port=settings.port,
             log_config=None,  # Its warnings go the way of every library's.
@@ -66,7 +70,7 @@ async def show_run(context: Context, *, datadir: Path) -> None:
     await stream.start()
     try:
         context.telemetry.event("listening", host=settings.host, port=settings.port)
-        await serve(server, context.stop, sockets=inherited_sockets(settings))
+        await serve(server, context.stop, sockets=sockets)
     finally:
         await stream.stop()
 

@@ -18,6 +18,21 @@ class ConsoleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "keeps, in place of host and port; -1: none.",
         ),
     ] = -1
+    key: Annotated[
+        str,
+        Meta(
+            min_length=16,
+            description="For whoever reads the page: password of any user, or bearer token. '': "
+            "only those of the file; without both the page is open, on loopback alone.",
+        ),
+    ] = ""
+    key_file: Annotated[
+        str,
+        Meta(
+            description="File with a key on each line, all valid; read again when it changes. "
+            "'': none."
+        ),
+    ] = ""
     episodes_shown_max: Annotated[
         int, Meta(ge=1, description="Episodes of one group sent to the page at once.")
     ] = 64

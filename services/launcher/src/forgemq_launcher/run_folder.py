@@ -17,7 +17,7 @@ from forgemq_settings.key_file import KeyFile
 _EVALUATION = "evaluation"
 """File whose presence says that `forgemq eval` made the folder."""
 
-ADMIN_KEY_BYTES = 24
+KEY_BYTES = 24
 """192 random bits: nobody guesses it, and its base64 is 32 characters without padding."""
 
 
@@ -98,10 +98,16 @@ class RunFolder:
         It is the same at every start, unless somebody changes the file, because episode keys derive
         from it.
         """
-        if not self.key_path.is_file():
-            self.key_path.touch(mode=0o600)
-            self.key_path.write_text(secrets.token_urlsafe(ADMIN_KEY_BYTES))
-        return first_key(self.key_path)
+        return _kept_key(self.key_path)
+
+    @property
+    def console_key_path(self) -> Path:
+        """File with the console's key, if other machines reach it and no setting gives a key."""
+        return self.path / "console.key"
+
+    def console_key(self) -> str:
+        """The console's key: the first line of the file, which is made once."""
+        return _kept_key(self.console_key_path)
 
     def gateway_port(self) -> int:
         """The gateway's port at the run's newest start; 0 if there was none."""
@@ -147,6 +153,13 @@ class RunFolder:
                 return False
         except RunFolderError:
             return True
+
+
+def _kept_key(path: Path) -> str:
+    if not path.is_file():
+        path.touch(mode=0o600)
+        path.write_text(secrets.token_urlsafe(KEY_BYTES))
+    return first_key(path)
 
 
 def first_key(path: Path) -> str:

@@ -1,12 +1,14 @@
-"""Where the admin key of a run's gateway is: in a setting, or in a file."""
+"""Where the keys of a run are: in a setting, or in a file."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from forgemq_launcher.run_folder import RunFolder, first_key
+from forgemq_settings.key_file import is_loopback
 
 _SETTING = "FORGEMQ_GATEWAY_ADMIN_KEY"
+_CONSOLE_SETTING = "FORGEMQ_CONSOLE_KEY"
 
 
 class RunKey(NamedTuple):
@@ -44,3 +46,18 @@ def run_key(folder: RunFolder, environ: Mapping[str, str]) -> RunKey:
         return RunKey("", environ[f"{_SETTING}_FILE"])
     folder.admin_key()
     return RunKey("", str(folder.key_path))
+
+
+def console_key_file(folder: RunFolder, environ: Mapping[str, str], *, host: str) -> str:
+    """The file of the console's key, which is made if other machines reach the page.
+
+    "" if a setting has or names the key, which the console reads itself, or if none is needed.
+
+    Raises:
+        RunFolderError: the folder's file has no key.
+    """
+    is_set = environ.get(_CONSOLE_SETTING) or environ.get(f"{_CONSOLE_SETTING}_FILE")
+    if is_set or is_loopback(host):
+        return ""
+    folder.console_key()
+    return str(folder.console_key_path)

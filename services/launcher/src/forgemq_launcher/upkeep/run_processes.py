@@ -11,7 +11,7 @@ import psutil
 from forgemq_bus.kafka import KafkaConnection
 from forgemq_launcher.core.outside_agents import outside_agents
 from forgemq_launcher.core.restarts import RestartPolicy
-from forgemq_launcher.run_key import run_key
+from forgemq_launcher.run_key import console_key_file, run_key
 from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.upkeep.broker import RunBroker
 from forgemq_launcher.upkeep.engine_model import write_engine_model
@@ -151,6 +151,7 @@ class RunProcesses:
             console_fd=console.fileno(),
             admin_key=self._key.setting,
             admin_key_file=self._key.file,
+            console_key_file=console_key_file(setup.folder, setup.environ, host=settings.host),
         )
         self._specs = service_specs(
             setup.configuration,
@@ -164,6 +165,8 @@ class RunProcesses:
             f"starting {len(self._specs)} services; gateway: {addresses.gateway_url}, "
             f"page: {addresses.console_url}"
         )
+        if addresses.console_key_file:
+            self._note(f"the page asks for a password: it is in {addresses.console_key_file}")
         self._note_outside_agents(addresses)
         return addresses
 

@@ -43,6 +43,7 @@ class Addresses(Struct, frozen=True, kw_only=True):
     `prefill_urls`: by lane, "" for a lane whose engine reads its contexts; () if none has another.
     `gateway_fd`, `console_fd`: their bound sockets, which the launcher keeps over their restarts.
     `admin_key`: Of the gateway; "" if only the file has it, whose first line is the newest.
+    `console_key_file`: "" if the console needs no key, or has one of its own settings.
     """
 
     kafka: str
@@ -55,6 +56,7 @@ class Addresses(Struct, frozen=True, kw_only=True):
     console_fd: int
     admin_key: str = ""
     admin_key_file: str = ""
+    console_key_file: str = ""
 
     @property
     def gateway_url(self) -> str:
@@ -201,6 +203,11 @@ def _own_environs(
             "FORGEMQ_CONSOLE_HOST": addresses.host,
             "FORGEMQ_CONSOLE_PORT": str(addresses.console_port),
             "FORGEMQ_CONSOLE_LISTENER_FD": str(addresses.console_fd),
+            **(
+                {"FORGEMQ_CONSOLE_KEY_FILE": addresses.console_key_file}
+                if addresses.console_key_file
+                else {}
+            ),
         },
         # For the user's graders, which get no variable that begins with FORGEMQ_.
         "reward": {"GATEWAY_URL": addresses.gateway_url},
