@@ -1,8 +1,6 @@
 """A broker that requires TLS and a user: SASL_SSL with a test authority, PLAIN and SCRAM."""
 
 import asyncio
-import datetime
-import ipaddress
 import os
 import re
 import subprocess
@@ -21,10 +19,6 @@ from confluent_kafka.admin import (
     ScramMechanism,
     UserScramCredentialUpsertion,
 )
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.broker import LocalBroker
@@ -34,6 +28,7 @@ from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.log import Emit, Place
 from forgemq_launcher.records.run_topics import create_topics, write_start
 from forgemq_shell.connection import kafka_connection
+from tests.certificates import authority
 from tests.integration.test_console import state_when, write
 from tests.ports import free_port
 from tests.unit.run_view.synthetic import SyntheticRun, started
@@ -73,13 +68,10 @@ class SecureBroker:
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureBroker]:
     folder = tmp_path_factory.mktemp("secure")
-    ca_key, ca = authority("the test's authority")
-    _, other_ca = authority("another authority")
+    ca = authority()
     keystore = folder / "broker.pem"
-    keystore.write_bytes(server_identity(ca_key, ca))
-    files = folder / "ca.pem", folder / "other.pem"
-    for file, certificate in zip(files, (ca, other_ca), strict=True):
-        file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    keystore.write_bytes(b"".join(ca.server()))
+    files = ca.write(folder / "ca.pem"), authority("another").write(folder / "other.pem")
     plain_port, controller_port = folder_ports(folder / "ports.json")
     port = free_port()
     local = LocalBroker(
@@ -136,53 +128,6 @@ def secure_options(
         f'user_{USER}="{PASSWORD}";',
         f"{own}.scram-sha-256.sasl.jaas.config": f"{login}.scram.ScramLoginModule required;",
     }
-
-
-def authority(name: str) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    constraints = x509.BasicConstraints(ca=True, path_length=0)
-    certificate = (
-        dated(x509.CertificateBuilder(), subject=subject, issuer=subject)
-        .public_key(key.public_key())
-        .add_extension(constraints, critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    return key, certificate
-
-
-def server_identity(ca_key: ec.EllipticCurvePrivateKey, ca: x509.Certificate) -> bytes:
-    """Key and certificate of a broker at 127.0.0.1, in the form of Kafka's PEM keystore."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "broker")])
-    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    authority_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
-    certificate = (
-        dated(x509.CertificateBuilder(), subject=subject, issuer=ca.subject)
-        .public_key(key.public_key())
-        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        .add_extension(authority_key, critical=False)
-        .sign(ca_key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    private = key.private_bytes(
-        pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    return private + certificate.public_bytes(pem)
-
-
-def dated(
-    builder: x509.CertificateBuilder, *, subject: x509.Name, issuer: x509.Name
-) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
-    hour = datetime.timedelta(hours=1)
-    named = builder.subject_name(subject).issuer_name(issuer)
-    return (
-        named.serial_number(x509.random_serial_number())
-        .not_valid_before(now - hour)
-        .not_valid_after(now + 24 * hour)
-    )
 
 
 def create_scram_user(address: str) -> None:

@@ -3,16 +3,16 @@
 import asyncio
 import base64
 import socket
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
-import uvicorn
 
 from forgemq_console.access import ConsoleKeys, guarded
-from forgemq_console.app import serve
+from forgemq_console.app import certificate_of, page_server, serve
 from forgemq_console.core import GroupView
 from forgemq_console.http import web
 from forgemq_console.settings import ConsoleSettings
@@ -20,6 +20,7 @@ from forgemq_run_view.view import RunView
 from forgemq_settings.environment import SettingsError, parse
 from forgemq_settings.key_file import PUBLISHED_KEYS
 from forgemq_telemetry.telemetry import Telemetry
+from tests.certificates import authority
 from tests.unit.run_view.synthetic import started
 
 KEY, OTHER = "the-key-of-the-page", "another-key-of-the-page"
@@ -45,16 +46,23 @@ async def _no_group(group_id: str, _: str | None) -> GroupView:
 
 
 @asynccontextmanager
-async def console(keys: ConsoleKeys) -> AsyncIterator[httpx.AsyncClient]:
+async def console(
+    keys: ConsoleKeys,
+    settings: ConsoleSettings = ConsoleSettings(),  # noqa: B008 - it is frozen
+    *,
+    trusting: ssl.SSLContext | bool = False,
+) -> AsyncIterator[httpx.AsyncClient]:
     """The guarded page on a real socket."""
     app = web(RunView(started()), clock_ms=lambda: 20_000, read_group=_no_group)
     held = socket.create_server(("127.0.0.1", 0))
-    address = f"http://127.0.0.1:{held.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(guarded(app, keys), log_config=None))
+    scheme = "https" if settings.tls_certificate_file else "http"
+    address = f"{scheme}://127.0.0.1:{held.getsockname()[1]}"
+    certificate = certificate_of(settings)
+    server = page_server(guarded(app, keys), settings, certificate=certificate)
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(serve(server, stop, sockets=[held]))
-        async with httpx.AsyncClient(base_url=address, verify=False) as http:
+        async with httpx.AsyncClient(base_url=address, verify=trusting) as http:
             yield http
         stop.set()
 
@@ -80,11 +88,11 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
 
 async def test_without_the_key_nothing_but_health_is_answered() -> None:
     async with console(keys_of(ConsoleSettings(key=KEY))) as http:
-        for headers in REFUSED.values():
-            for path in PATHS:
-                answer = await http.get(path, headers=headers)
-                assert (answer.status_code, answer.text) == (401, "the console's key is needed\n")
-                assert answer.headers["www-authenticate"].startswith("Basic realm=")
+        asked = [(path, REFUSED["nothing"]) for path in PATHS]
+        for path, headers in (*asked, *(("/api/state", each) for each in REFUSED.values())):
+            answer = await http.get(path, headers=headers)
+            assert (answer.status_code, answer.text) == (401, "the console's key is needed\n")
+            assert answer.headers["www-authenticate"].startswith("Basic realm=")
         assert (await http.get("/health")).text == "ok\n"
 
 
@@ -97,6 +105,21 @@ async def test_the_key_is_a_password_of_any_user_or_a_bearer_token(
     async with console(keys_of(ConsoleSettings(key=KEY))) as http:
         assert "<html" in (await http.get("/", headers=headers)).text
         assert (await http.get("/api/state", headers=headers)).json()["run"] == "r"
+
+
+async def test_the_page_and_its_key_go_over_tls_with_a_certificate(tmp_path: Path) -> None:
+    ca = authority()
+    certificate, key = ca.write_server(tmp_path)
+    settings = ConsoleSettings(
+        key=KEY, tls_certificate_file=str(certificate), tls_key_file=str(key)
+    )
+    trusting = ssl.create_default_context(cafile=str(ca.write(tmp_path / "ca.pem")))
+    async with console(keys_of(settings), settings, trusting=trusting) as http:
+        assert http.base_url.scheme == "https"
+        assert (await http.get("/api/state", headers=basic("", KEY))).json()["run"] == "r"
+        async with httpx.AsyncClient() as distrusting:
+            with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+                await distrusting.get(http.base_url)
 
 
 async def test_whoever_has_the_key_can_change_nothing() -> None:

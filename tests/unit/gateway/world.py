@@ -69,7 +69,7 @@ def partitions_of(configuration: RunConfiguration) -> dict[str, int]:
 
 
 def plain_http(*, timeout_s: float = 5.0) -> httpx.AsyncClient:
-    """A client for http:// only, because loading certificates takes longer than most tests."""
+    """A client that trusts every server: to load certificates takes longer than most tests."""
     return httpx.AsyncClient(timeout=timeout_s, verify=False)
 
 
@@ -103,7 +103,8 @@ class World:
         listener = socket.socket(proto=socket.IPPROTO_TCP)
         listener.bind(("127.0.0.1", 0))
         listener.listen()  # Connections wait until the gateway has opened its log.
-        self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        scheme = "https" if self.settings.tls_certificate_file else "http"
+        self.base_url = f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
         log, stop = self.open_log(), asyncio.Event()
         task = tasks.create_task(self._serve(listener, log, stop))
         self.gateways.append(ServedGateway(self.base_url, log, stop, task))

@@ -59,6 +59,16 @@ def test_a_command_for_a_named_gateway_takes_the_first_key_of_a_file(tmp_path: P
     assert (found.url, found.admin_key) == ("http://gateway:8000", NEW)
 
 
+def test_a_command_for_a_run_up_here_speaks_tls_if_its_gateway_does(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.keep(configuration(PLAYED))
+    folder.keep_gateway_port(41)
+    environ = {"FORGEMQ_GATEWAY_TLS_CERTIFICATE_FILE": "server.pem"}
+    with folder.locked():
+        assert run_gateway(folder, environ, host="here.example").url == "https://here.example:41"
+        assert run_gateway(folder, {}, host="127.0.0.1").url == "http://127.0.0.1:41"
+
+
 def test_a_key_of_the_runs_file_is_in_no_environment(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     key = run_key(folder, {})

@@ -11,7 +11,7 @@ from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
 from forgemq_launcher.commands.creation import REQUIRED
 from forgemq_launcher.core.outside_agents import outside_agents
 from forgemq_launcher.run_folder import RunFolder
-from forgemq_launcher.upkeep.services import SERVICES, Addresses, service_specs
+from forgemq_launcher.upkeep.services import SERVICES, Addresses, has_tls, service_specs
 from forgemq_launcher.upkeep.supervisor import ServiceSpec
 
 GIVEN = {
@@ -147,3 +147,30 @@ def test_create_names_each_services_settings_without_a_default(service: str) -> 
     required = [f.name.upper() for f in msgspec.structs.fields(settings) if f.required]
     assert [name for name in required if f"_{name}" not in REQUIRED.get(service, "")] == []
     assert not required or service in REQUIRED
+
+
+def test_a_certificate_and_a_public_name_make_the_addresses_that_agents_and_people_get(
+    tmp_path: Path,
+) -> None:
+    addresses = msgspec.structs.replace(
+        ADDRESSES, public_host="trainer.example", has_gateway_tls=True, has_console_tls=True
+    )
+    assert addresses.gateway_url == "https://trainer.example:2"
+    assert addresses.console_url == "https://trainer.example:3"
+    made = {
+        spec.module.removeprefix("forgemq_"): spec.environ
+        for spec in service_specs(
+            configuration(PLAYED), folder=RunFolder(tmp_path), addresses=addresses, environ=GIVEN
+        )
+    }
+    assert made["agents"]["FORGEMQ_AGENTS_GATEWAY_URL"] == "https://trainer.example:2"
+    assert made["gateway"]["FORGEMQ_GATEWAY_PUBLIC_URL"] == "https://trainer.example:2"
+    assert made["reward"]["GATEWAY_URL"] == "https://trainer.example:2"
+    assert ADDRESSES.gateway_url == "http://127.0.0.1:2"
+    assert "FORGEMQ_GATEWAY_PUBLIC_URL" not in specs(tmp_path, PLAYED)["gateway"].environ
+
+
+def test_a_service_has_tls_if_its_own_setting_names_a_certificate() -> None:
+    given = {"FORGEMQ_GATEWAY_TLS_CERTIFICATE_FILE": "server.pem"}
+    assert has_tls(given, "gateway")
+    assert not has_tls(given, "console")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forgemq_settings.environment import SettingsError
+from forgemq_settings.file_state import FileState, file_state
 
 KEY_CHARACTERS_MIN = 16
 """As for a key in a setting."""
@@ -14,9 +15,6 @@ KEYS_MAX = 8
 
 PUBLISHED_KEYS = frozenset({"0123456789abcdef", "change-me-before-use"})
 """Keys that the documents show, so everybody knows them."""
-
-# What of a file's state says that it has other content: inode, size and time of its last change.
-_State = tuple[int, int, int]
 
 
 class KeyFile:
@@ -30,11 +28,11 @@ class KeyFile:
     def __init__(self, path: str, *, variable: str) -> None:
         self._path = Path(path)
         self._variable = variable
-        self._state: _State | None = None
+        self._state: FileState = None
 
     def has_changed(self) -> bool:
         """Whether the file is another one than at the last `read`."""
-        return self._present_state() != self._state
+        return file_state(self._path) != self._state
 
     def read(self) -> tuple[str, ...]:
         """The keys that are in the file now.
@@ -42,7 +40,7 @@ class KeyFile:
         Raises:
             SettingsError: the file cannot be read, or its keys break a rule; names no key.
         """
-        self._state = self._present_state()
+        self._state = file_state(self._path)
         try:
             text = self._path.read_text()
         except OSError as error:
@@ -51,13 +49,6 @@ class KeyFile:
             # Without its cause, which has bytes of the file.
             raise SettingsError(f"{self._variable}: the file is not text") from None
         return keys_in(text, variable=self._variable)
-
-    def _present_state(self) -> _State | None:
-        try:
-            found = self._path.stat()
-        except OSError:
-            return None
-        return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def keys_in(text: str, *, variable: str) -> tuple[str, ...]:

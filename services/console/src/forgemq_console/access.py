@@ -49,7 +49,7 @@ class ConsoleKeys:
         if outside and not self._lasting and self._file is None:
             raise SettingsError(
                 f"{_SETTING}: must be set, or {_SETTING}_FILE, because {outside[0]} is no loopback "
-                "address: whoever reaches it would read every prompt and answer"
+                "address: every machine that reaches it would read all prompts and answers"
             )
         self._known = self._lasting
         if self._file is not None:

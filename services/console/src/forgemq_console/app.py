@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import tempfile
+from collections.abc import Coroutine
 from pathlib import Path
 
 import uvicorn
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer
 
 from forgemq_bus.kept_records import message_of, read_at
 from forgemq_bus.log import Log, Place
-from forgemq_console.access import ConsoleKeys, guarded
+from forgemq_console.access import Application, ConsoleKeys, guarded
 from forgemq_console.core import GroupView, TokenText, group_view
 from forgemq_console.http import ReadGroup, web
 from forgemq_console.settings import ConsoleSettings
@@ -19,6 +20,7 @@ from forgemq_console.stream import stream_app
 from forgemq_contracts.topics import Topic
 from forgemq_run_view.view import TOPICS, RunView
 from forgemq_settings.environment import parse
+from forgemq_settings.tls import ServerCertificate, server_certificate
 from forgemq_shell.clock import now_ms
 from forgemq_shell.connection import kafka_connection
 from forgemq_shell.service import Context
@@ -58,21 +60,43 @@ async def show_run(context: Context, *, datadir: Path) -> None:
     sockets = inherited_sockets(settings)
     hosts = [each.getsockname()[0] for each in sockets] if sockets else [settings.host]
     keys = ConsoleKeys(settings, hosts=hosts, telemetry=context.telemetry)
-    server = uvicorn.Server(
+    certificate = certificate_of(settings)
+    application = guarded(web(view, clock_ms=now_ms, read_group=read_group), keys)
+    server = page_server(application, settings, certificate=certificate)
+    await stream.start()
+    try:
+        context.telemetry.event("listening", host=settings.host, port=settings.port)
+        following = None if certificate is None else certificate.follow(context.telemetry.event)
+        await serve(server, context.stop, sockets=sockets, following=following)
+    finally:
+        await stream.stop()
+
+
+def certificate_of(settings: ConsoleSettings) -> ServerCertificate | None:
+    """The certificate that the settings name; None if the page is served plainly.
+
+    Raises:
+        SettingsError: it cannot be used.
+    """
+    return server_certificate(
+        settings.tls_certificate_file, settings.tls_key_file, prefix="FORGEMQ_CONSOLE_"
+    )
+
+
+def page_server(
+    application: Application, settings: ConsoleSettings, *, certificate: ServerCertificate | None
+) -> uvicorn.Server:
+    """A server of this application at the settings' address; without a certificate it is plain."""
+    return uvicorn.Server(
         uvicorn.Config(
-            guarded(web(view, clock_ms=now_ms, read_group=read_group), keys),
+            application,
             host=settings.host,
             port=settings.port,
             log_config=None,  # Its warnings go the way of every library's.
             timeout_graceful_shutdown=STOP_GRACE_S,
+            ssl_context_factory=None if certificate is None else lambda *_: certificate.context,
         )
     )
-    await stream.start()
-    try:
-        context.telemetry.event("listening", host=settings.host, port=settings.port)
-        await serve(server, context.stop, sockets=sockets)
-    finally:
-        await stream.stop()
 
 
 def inherited_sockets(settings: ConsoleSettings) -> list[socket.socket] | None:
@@ -81,16 +105,25 @@ def inherited_sockets(settings: ConsoleSettings) -> list[socket.socket] | None:
 
 
 async def serve(
-    server: uvicorn.Server, stop: asyncio.Event, *, sockets: list[socket.socket] | None = None
+    server: uvicorn.Server,
+    stop: asyncio.Event,
+    *,
+    sockets: list[socket.socket] | None = None,
+    following: Coroutine[None, None, None] | None = None,
 ) -> None:
-    """Answer requests at these sockets, or at the server's own address, until the event is set."""
+    """Answer requests at these sockets, or at the server's own address, until the event is set.
+
+    Meanwhile `following` runs.
+    """
     async with asyncio.TaskGroup() as group:
+        beside = [] if following is None else [group.create_task(following)]
         # uvicorn's `serve` would take over the signals, which belong to the shell.
         serving = group.create_task(server._serve(sockets=sockets))
         stopping = group.create_task(stop.wait())
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
-        stopping.cancel()
+        for each in (stopping, *beside):
+            each.cancel()
 
 
 def group_reader(log: Log, view: RunView, *, token_text: TokenText, episodes_max: int) -> ReadGroup:

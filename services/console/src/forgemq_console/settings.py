@@ -22,7 +22,7 @@ class ConsoleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str,
         Meta(
             min_length=16,
-            description="For whoever reads the page: password of any user, or bearer token. '': "
+            description="For reading the page: password of any user, or bearer token. '': "
             "only those of the file; without both the page is open, on loopback alone.",
         ),
     ] = ""
@@ -32,6 +32,16 @@ class ConsoleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             description="File with a key on each line, all valid; read again when it changes. "
             "'': none."
         ),
+    ] = ""
+    tls_certificate_file: Annotated[
+        str,
+        Meta(
+            description="Certificate of the server and those between it and its authority, PEM; "
+            "read again when it changes. '': plain HTTP."
+        ),
+    ] = ""
+    tls_key_file: Annotated[
+        str, Meta(description="Its private key, PEM, without a password; '' without a certificate.")
     ] = ""
     episodes_shown_max: Annotated[
         int, Meta(ge=1, description="Episodes of one group sent to the page at once.")

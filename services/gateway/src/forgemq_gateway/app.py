@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import socket
+import ssl
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -61,6 +62,7 @@ from forgemq_gateway.turn_source import TurnSource
 from forgemq_gateway.whereabouts import Whereabouts
 from forgemq_rendering import Rendering
 from forgemq_settings.environment import SettingsError, parse
+from forgemq_settings.tls import server_certificate
 from forgemq_shell.dead_letters import DeadLetters
 from forgemq_shell.service import Context
 from forgemq_telemetry.telemetry import Telemetry
@@ -101,6 +103,9 @@ async def serve(
         )
         for policy in histories_of(configuration)
     }
+    certificate = server_certificate(
+        settings.tls_certificate_file, settings.tls_key_file, prefix="FORGEMQ_GATEWAY_"
+    )
     listeners = [listener or bound_socket(settings)]
     peers = peer_socket(settings)
     if peers is not None:
@@ -114,7 +119,7 @@ async def serve(
         for each in listeners:
             each.close()
         raise
-    peer_url = settings.peer_url or url_of(listeners[-1])
+    peer_url = settings.peer_url or url_of(listeners[-1], is_tls=certificate is not None)
     async with asyncio.TaskGroup() as tasks, Forwarder() as forwarder:
         context = await new_context(
             log,
@@ -127,12 +132,16 @@ async def serve(
             peer_url=peer_url,
         )
         report_memory_shortage(context)
-        following = tasks.create_task(followed.follow())
+        following = [tasks.create_task(followed.follow())]
+        if certificate is not None:
+            following.append(tasks.create_task(certificate.follow(telemetry.event)))
         server = GatewayServer(
             log, renderings=renderings, keys=keys, forwarder=forwarder, context=context
         )
-        await server.run(listeners, stop=stop)
-        following.cancel()
+        tls = None if certificate is None else certificate.context
+        await server.run(listeners, stop=stop, tls=tls)
+        for task in following:
+            task.cancel()
 
 
 async def new_context(
@@ -260,12 +269,19 @@ class GatewayServer:
             hold_s=settings.restore_hold_s,
         )
 
-    async def run(self, listeners: Sequence[socket.socket], *, stop: asyncio.Event) -> None:
+    async def run(
+        self,
+        listeners: Sequence[socket.socket],
+        *,
+        stop: asyncio.Event,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         """Restore, then serve until `stop`; what this gateway owned goes to the others."""
         dispatcher, operations = self._dispatcher, self._operations
-        operations.public_url = self._context.settings.public_url or url_of(listeners[0])
+        own_url = url_of(listeners[0], is_tls=tls is not None)
+        operations.public_url = self._context.settings.public_url or own_url
         tasks = self._context.tasks
-        server = http_server(self._router, half_sent=self._half_sent)
+        server = http_server(self._router, half_sent=self._half_sent, tls=tls)
         serving = tasks.create_task(serve_http(server, listeners))
         ending = tasks.create_task(self._end(server, stop))
         working = [tasks.create_task(each) for each in await self._replica.start()]

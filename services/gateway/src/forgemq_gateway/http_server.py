@@ -5,12 +5,18 @@ import errno
 import logging
 import resource
 import socket
+import ssl
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import uvicorn
 
-from forgemq_gateway.connections import DeadlineConnection, LateConnections, SparseLog
+from forgemq_gateway.connections import (
+    HEADERS_S,
+    DeadlineConnection,
+    LateConnections,
+    SparseLog,
+)
 from forgemq_gateway.core.held_bytes import HeldBytes
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_gateway.wire import Application
@@ -41,9 +47,16 @@ class Acceptor:
     once, or accept all that wait.
     """
 
-    def __init__(self, listener: socket.socket, connection: Callable[[], asyncio.Protocol]) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        connection: Callable[[], asyncio.Protocol],
+        *,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._listener = listener
         self._connection = connection
+        self._tls = tls
         self._loop = asyncio.get_running_loop()
         # The loop keeps no reference to a task.
         self._beginning: set[asyncio.Task[object]] = set()
@@ -71,10 +84,23 @@ class Acceptor:
                     return
                 continue  # A connection that failed while it waited.
             accepted.setblocking(False)
-            beginning = self._loop.connect_accepted_socket(self._connection, accepted)
-            task = self._loop.create_task(beginning)
+            task = self._loop.create_task(self._begin(accepted))
             self._beginning.add(task)
             task.add_done_callback(self._beginning.discard)
+
+    async def _begin(self, accepted: socket.socket) -> None:
+        """Begin a connection; a handshake that fails, or is late, is the client's own affair."""
+        if self._tls is None:
+            await self._loop.connect_accepted_socket(self._connection, accepted)
+            return
+        with suppress(OSError):  # Errors of TLS and of lost connections, and a handshake's time.
+            await self._loop.connect_accepted_socket(
+                self._connection,
+                accepted,
+                ssl=self._tls,
+                ssl_handshake_timeout=HEADERS_S,
+                ssl_shutdown_timeout=_SHUTDOWN_S,
+            )
 
     def _pause(self, error: OSError) -> None:
         """No file is left for a connection: those that wait are looked at again in a second."""
@@ -88,7 +114,11 @@ class Acceptor:
 
 
 class AcceptingServer(uvicorn.Server):
-    """uvicorn's server with these acceptors."""
+    """uvicorn's server with these acceptors; with a context, all of them speak TLS."""
+
+    def __init__(self, config: uvicorn.Config, *, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(config)
+        self._tls = tls
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections from now on."""
@@ -101,7 +131,7 @@ class AcceptingServer(uvicorn.Server):
                 app_state=self.lifespan.state,
             )
 
-        acceptors = [Acceptor(each, connection) for each in sockets or ()]
+        acceptors = [Acceptor(each, connection, tls=self._tls) for each in sockets or ()]
         self.servers = acceptors  # type: ignore[assignment]
         self.started = True
 
@@ -132,9 +162,9 @@ def _bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, is_tls: bool = False) -> str:
     """The URL of a bound socket."""
-    return "http://{}:{}".format(*listener.getsockname()[:2])
+    return "{}://{}:{}".format("https" if is_tls else "http", *listener.getsockname()[:2])
 
 
 def _inherited_socket(number: int) -> socket.socket:
@@ -164,12 +194,15 @@ def allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def http_server(application: Application, *, half_sent: HeldBytes) -> uvicorn.Server:
+def http_server(
+    application: Application, *, half_sent: HeldBytes, tls: ssl.SSLContext | None = None
+) -> uvicorn.Server:
     """A server of this application; `should_exit` ends it.
 
     Args:
         application: Serves the requests that are complete.
         half_sent: Counts headers without an end.
+        tls: For all connections; None if they are plain.
     """
     log = logging.getLogger("uvicorn.error")
     if not any(isinstance(each, SparseLog) for each in log.filters):
@@ -188,7 +221,8 @@ def http_server(application: Application, *, half_sent: HeldBytes) -> uvicorn.Se
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_SHUTDOWN_S,
-        )
+        ),
+        tls=tls,
     )
 
 

@@ -35,8 +35,18 @@ class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "keeps, in place of host and port; -1: none.",
         ),
     ] = -1
+    tls_certificate_file: Annotated[
+        str,
+        Meta(
+            description="Certificate of the server and those between it and its authority, PEM; "
+            "read again when it changes. '': plain HTTP."
+        ),
+    ] = ""
+    tls_key_file: Annotated[
+        str, Meta(description="Its private key, PEM, without a password; '' without a certificate.")
+    ] = ""
     public_url: Annotated[
-        str, Meta(description="Base URL that agents are given; '' for http://host:port.")
+        str, Meta(description="Base URL that agents are given; '' for http://host:port, or https.")
     ] = ""
     peer_port: Annotated[
         int,
@@ -51,7 +61,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str,
         Meta(
             description="Where the run's other gateways reach this one and no other; '' for "
-            "http://host:port, with `peer_port` if there is one."
+            "http://host:port, or https, with `peer_port` if there is one."
         ),
     ] = ""
     body_bytes_max: Annotated[

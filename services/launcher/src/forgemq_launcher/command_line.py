@@ -179,7 +179,7 @@ def _import(
         _folder_of(options.run, runs=Path(settings.runs)),
         environ,
         console,
-        host=settings.host,
+        host=settings.reached_host,
         file=options.file,
         domain=options.domain,
     )
@@ -197,7 +197,7 @@ def _lanes(
     from forgemq_launcher.commands.own_gateway import run_gateway
 
     folder = _folder_of(options.run, runs=Path(settings.runs))
-    gateway = run_gateway(folder, environ, host=settings.host)
+    gateway = run_gateway(folder, environ, host=settings.reached_host)
     try:
         match options.command:
             case "lanes":

@@ -54,6 +54,13 @@ class LauncherSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = False
     host: Annotated[str, Meta(description="Gateway and console listen here.")] = "127.0.0.1"
+    public_host: Annotated[
+        str,
+        Meta(
+            description="Name or address by which agents and browsers reach `host`, as the "
+            "certificate of gateway and console names it. '': `host`."
+        ),
+    ] = ""
     gateways: Annotated[
         int, Meta(ge=1, description="Gateway processes, which share the one port.")
     ] = 1
@@ -61,3 +68,8 @@ class LauncherSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     console_port: Annotated[
         int, Meta(ge=0, le=65535, description="0: 8080 if it is free, else any free port.")
     ] = 0
+
+    @property
+    def reached_host(self) -> str:
+        """By which agents, browsers and commands reach gateway and console."""
+        return self.public_host or self.host

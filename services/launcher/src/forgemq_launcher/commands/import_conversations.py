@@ -26,7 +26,7 @@ async def import_conversations(
         folder: Of the run.
         environ: If it names a gateway for agents, that one is used, and the folder is not read.
         console: Where to print.
-        host: Where the gateways of this machine's runs listen.
+        host: By which the gateways of this machine's runs are reached.
         file: One conversation a line.
         domain: Of the run; the conversations belong to it.
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from forgemq_launcher.run_folder import RunFolder, RunFolderError, first_key
 from forgemq_launcher.run_key import run_key
+from forgemq_launcher.upkeep.services import base_url, has_tls
 
 GATEWAY_URL = "FORGEMQ_AGENTS_GATEWAY_URL"
 ADMIN_KEY = "FORGEMQ_AGENTS_ADMIN_KEY"
@@ -26,7 +27,7 @@ def run_gateway(folder: RunFolder, environ: Mapping[str, str], *, host: str) -> 
     Args:
         folder: Of the run; not read if a gateway is named.
         environ: May have FORGEMQ_AGENTS_GATEWAY_URL, with FORGEMQ_AGENTS_ADMIN_KEY or its _FILE.
-        host: Where the gateways of this machine's runs listen.
+        host: By which the gateways of this machine's runs are reached.
 
     Raises:
         RunFolderError: no gateway is named, and the run is not known here or not up; or a file of
@@ -43,4 +44,5 @@ def run_gateway(folder: RunFolder, environ: Mapping[str, str], *, host: str) -> 
             f"run {folder.run} is not up: start it with --resume, or set {GATEWAY_URL}"
         )
     key = run_key(folder, environ).present()
-    return RunGateway(f"http://{host}:{folder.gateway_port()}", key, is_here=True)
+    url = base_url(host, folder.gateway_port(), is_tls=has_tls(environ, "gateway"))
+    return RunGateway(url, key, is_here=True)

@@ -27,7 +27,7 @@ from forgemq_launcher.upkeep.gateway_status import says_training_ended
 from forgemq_launcher.upkeep.lane_upkeep import LaneUpkeep
 from forgemq_launcher.upkeep.machine import check_memory, held_port, listening_socket
 from forgemq_launcher.upkeep.named_engines import NamedEngines, check_lanes_unnamed, named_urls
-from forgemq_launcher.upkeep.services import Addresses, inference_spec, service_specs
+from forgemq_launcher.upkeep.services import Addresses, has_tls, inference_spec, service_specs
 from forgemq_launcher.upkeep.supervisor import Note, ServiceSpec, ServiceStatus, Supervisor
 
 CONSOLE_PORT_PREFERRED = 8080
@@ -149,6 +149,9 @@ class RunProcesses:
             gateway_fd=gateway.fileno(),
             console_port=console.getsockname()[1],
             console_fd=console.fileno(),
+            public_host=settings.public_host,
+            has_gateway_tls=has_tls(setup.environ, "gateway"),
+            has_console_tls=has_tls(setup.environ, "console"),
             admin_key=self._key.setting,
             admin_key_file=self._key.file,
             console_key_file=console_key_file(setup.folder, setup.environ, host=settings.host),

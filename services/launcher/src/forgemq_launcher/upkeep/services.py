@@ -43,6 +43,8 @@ class Addresses(Struct, frozen=True, kw_only=True):
     `prefill_urls`: by lane, "" for a lane whose engine reads its contexts; () if none has another.
     `gateway_fd`, `console_fd`: their bound sockets, which the launcher keeps over their restarts.
     `admin_key`: Of the gateway; "" if only the file has it, whose first line is the newest.
+    `public_host`: By which gateway and console are reached; "" for `host`.
+    `has_gateway_tls`, `has_console_tls`: Whether they have a certificate.
     `console_key_file`: "" if the console needs no key, or has one of its own settings.
     """
 
@@ -57,16 +59,33 @@ class Addresses(Struct, frozen=True, kw_only=True):
     admin_key: str = ""
     admin_key_file: str = ""
     console_key_file: str = ""
+    public_host: str = ""
+    has_gateway_tls: bool = False
+    has_console_tls: bool = False
 
     @property
     def gateway_url(self) -> str:
         """Base address of the gateway."""
-        return f"http://{self.host}:{self.gateway_port}"
+        return base_url(
+            self.public_host or self.host, self.gateway_port, is_tls=self.has_gateway_tls
+        )
 
     @property
     def console_url(self) -> str:
         """Address of the page."""
-        return f"http://{self.host}:{self.console_port}"
+        return base_url(
+            self.public_host or self.host, self.console_port, is_tls=self.has_console_tls
+        )
+
+
+def base_url(host: str, port: int, *, is_tls: bool) -> str:
+    """Base address of a server."""
+    return f"{'https' if is_tls else 'http'}://{host}:{port}"
+
+
+def has_tls(environ: Mapping[str, str], service: str) -> bool:
+    """Whether a service has a certificate, by its own setting."""
+    return bool(environ.get(f"FORGEMQ_{service.upper()}_TLS_CERTIFICATE_FILE"))
 
 
 def service_specs(
@@ -194,6 +213,7 @@ def _own_environs(
         "gateway": {
             "FORGEMQ_GATEWAY_LISTENER_FD": str(addresses.gateway_fd),
             **_key_environ("GATEWAY", addresses),
+            **_set({"FORGEMQ_GATEWAY_PUBLIC_URL": addresses.gateway_url}, addresses.public_host),
         },
         "trainer": {
             "FORGEMQ_TRAINER_FOLDER": str(folder / "checkpoints"),
@@ -203,10 +223,8 @@ def _own_environs(
             "FORGEMQ_CONSOLE_HOST": addresses.host,
             "FORGEMQ_CONSOLE_PORT": str(addresses.console_port),
             "FORGEMQ_CONSOLE_LISTENER_FD": str(addresses.console_fd),
-            **(
-                {"FORGEMQ_CONSOLE_KEY_FILE": addresses.console_key_file}
-                if addresses.console_key_file
-                else {}
+            **_set(
+                {"FORGEMQ_CONSOLE_KEY_FILE": addresses.console_key_file}, addresses.console_key_file
             ),
         },
         # For the user's graders, which get no variable that begins with FORGEMQ_.
@@ -217,6 +235,11 @@ def _own_environs(
             "FORGEMQ_AGENTS_CONFIGURATION": str(folder / "configuration.json"),
         },
     }
+
+
+def _set(variables: dict[str, str], given: str) -> dict[str, str]:
+    """These variables, if something is given."""
+    return variables if given else {}
 
 
 def _key_environ(service: str, addresses: Addresses) -> dict[str, str]:
