@@ -24,6 +24,9 @@ DEMO = "deploy/demo/run.toml"
 SHOWN_CHARACTERS_MAX = 6000
 LOOK_EVERY_S = 0.2
 
+MARK = "LAUNCHED_BY_TEST"
+"""Variable that every process of a run inherits: ForgeMQ's own are kept from some."""
+
 
 class LaunchedRun:
     """One run id with its own folder, over all its starts.
@@ -36,7 +39,8 @@ class LaunchedRun:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.runs = folder / "runs"
-        self.environ = {**os.environ, **environ, "FORGEMQ_LAUNCHER_RUNS": str(self.runs)}
+        runs = str(self.runs)
+        self.environ = {**os.environ, **environ, "FORGEMQ_LAUNCHER_RUNS": runs, MARK: runs}
         self._output = folder / "terminal.log"
         self._launcher: subprocess.Popen[bytes] | None = None
         self._read_from = 0
@@ -181,7 +185,7 @@ class LaunchedRun:
         return self._seen
 
     def _is_marked(self, process: psutil.Process) -> bool:
-        return process.environ().get("FORGEMQ_LAUNCHER_RUNS") == str(self.runs)
+        return process.environ().get(MARK) == str(self.runs)
 
 
 def _is_service(process: psutil.Process, service: str) -> bool:

@@ -11,6 +11,7 @@ from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
 from forgemq_launcher.commands.creation import REQUIRED
 from forgemq_launcher.core.outside_agents import outside_agents
 from forgemq_launcher.run_folder import RunFolder
+from forgemq_launcher.upkeep.engine_servers import servers
 from forgemq_launcher.upkeep.services import SERVICES, Addresses, has_tls, service_specs
 from forgemq_launcher.upkeep.supervisor import ServiceSpec
 
@@ -174,3 +175,27 @@ def test_a_service_has_tls_if_its_own_setting_names_a_certificate() -> None:
     given = {"FORGEMQ_GATEWAY_TLS_CERTIFICATE_FILE": "server.pem"}
     assert has_tls(given, "gateway")
     assert not has_tls(given, "console")
+
+
+def test_agents_and_engines_get_no_credentials_of_broker_or_blob_store(tmp_path: Path) -> None:
+    given = {**GIVEN, "AWS_SECRET_ACCESS_KEY": "blob-password", "MY_KEY": "of the user"}
+    made = {
+        spec.module.removeprefix("forgemq_"): spec.environ
+        for spec in service_specs(
+            configuration(PLAYED), folder=RunFolder(tmp_path), addresses=ADDRESSES, environ=given
+        )
+    }
+    holders = {name for name, environ in made.items() if "blob-password" in environ.values()}
+    assert holders == set(SERVICES) - {"agents"}
+    assert made["agents"]["MY_KEY"] == "of the user"
+    (lane,) = servers(
+        configuration(PLAYED),
+        folder=tmp_path,
+        environ={**given, "CUDA_VISIBLE_DEVICES": "-1"},
+        addresses=[("127.0.0.1", 1)],
+    )
+    assert lane.serving._inherited == {
+        "PATH": "/bin",
+        "MY_KEY": "of the user",
+        "CUDA_VISIBLE_DEVICES": "-1",
+    }

@@ -18,6 +18,7 @@ from forgemq_bus.kafka import KafkaLog
 from forgemq_bus.log import LogReads
 from forgemq_contracts.run import RunConfiguration
 from forgemq_settings.environment import SettingsError
+from forgemq_settings.hidden_process import hide_process
 from forgemq_shell.comparison import Comparison, compare
 from forgemq_shell.connection import kafka_connection, run_id
 from forgemq_shell.difference import difference_lines
@@ -63,6 +64,7 @@ def run_transform_service(
     """
     options = _parser(name).parse_args(arguments)
     if options.command is None:
+        hide_process()
         return run_service(name, main, environ)
     try:
         return asyncio.run(_replay(name, options, transform_of=transform_of, environ=environ))

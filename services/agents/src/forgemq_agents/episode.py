@@ -36,7 +36,7 @@ class Episode:
         base_url: OpenAI base URL for that key.
         session_url: The same with the key in its path, for clients whose key cannot be set.
         environ: Environment for programs that the agent starts: that of the agents process
-            without ForgeMQ's variables, which hold the admin key.
+            without the credentials of the run, as the admin key (`for_user_code`).
         result: Reported at the end; any JSON value. Graders see it as `episode.result`.
         tool_s: Seconds spent in tools; add to it, or run tools inside `tool`, which counts them.
         virtual_s: Time on the environment's own clock, if it has one.

@@ -36,6 +36,7 @@ from forgemq_launcher.settings import LauncherSettings
 from forgemq_launcher.upkeep.services import TRANSFORMS
 from forgemq_launcher.user_code import check_user_code
 from forgemq_settings.environment import SettingsError, parse
+from forgemq_settings.hidden_process import hide_process
 from forgemq_shell.started_run import RunNotStartedError
 
 RUN_ID = r"[a-z0-9-]{1,40}"
@@ -43,6 +44,7 @@ RUN_ID = r"[a-z0-9-]{1,40}"
 
 def main() -> None:
     """Run the tool and exit with its status."""
+    hide_process()
     # Broker clients log every retry; the tool prints what finally failed, once.
     logging.getLogger().addHandler(logging.NullHandler())
     # The tool is an entry point like a service's __main__: it reads the environment once.

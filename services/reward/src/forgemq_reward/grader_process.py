@@ -49,7 +49,7 @@ class GraderProcess:
     Args:
         load: The functions that the process imports.
         timeout_s: Of all functions together, for one episode.
-        environ: The process gets it without the `FORGEMQ_*` variables.
+        environ: The process gets it without the credentials of the run (`for_user_code`).
     """
 
     def __init__(self, load: Load, *, timeout_s: float, environ: Mapping[str, str]) -> None:

@@ -21,6 +21,7 @@ from types import MappingProxyType
 
 from forgemq_bus.broker.jars import JarsError, jars_folder
 from forgemq_settings.memory import available_memory_bytes
+from forgemq_settings.user_code import for_user_code
 
 HEAP_MB_MAX = 512  # Half of Kafka's default: one run on one machine.
 MEMORY_MB_MIN = HEAP_MB_MAX + 150  # Heap, metaspace and threads; 170-220 MB were measured.
@@ -191,6 +192,8 @@ class LocalBroker:
             return subprocess.Popen(
                 ["/bin/sh", "-c", OWNED, "broker", *command],
                 cwd=self._folder,
+                # Without credentials: its environment can be read by the user's programs.
+                env=for_user_code(os.environ),  # noqa: TID251 - a child inherits the rest
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -18,6 +18,7 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.core.gpus import engine_gpus, visible_gpus
 from forgemq_launcher.upkeep.engine_model import model_of_engines
 from forgemq_launcher.upkeep.machine import MachineError, installed_gpus
+from forgemq_settings.user_code import for_user_code
 from forgemq_sglang_cpu.options import EngineOptions, is_mixture
 from forgemq_sglang_cpu.pair import EXPERTS_REFUSAL, Role
 from forgemq_sglang_cpu.pool import EnginePool
@@ -101,7 +102,12 @@ def _server(
 ) -> EngineServer:
     host, port = address
     return EngineServer(
-        model, folder / name, port=port, options=options, host=host, inherited=environ
+        model,
+        folder / name,
+        port=port,
+        options=options,
+        host=host,
+        inherited=for_user_code(environ),  # An engine needs no credentials, and can be read.
     )
 
 

@@ -9,6 +9,7 @@ from msgspec import Struct
 from forgemq_contracts.run import RunConfiguration, supplied_queues
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_launcher.upkeep.supervisor import ServiceSpec
+from forgemq_settings.user_code import for_user_code
 
 THREADS_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -253,13 +254,17 @@ def _key_environ(service: str, addresses: Addresses) -> dict[str, str]:
 def service_environ(environ: Mapping[str, str], service: str) -> dict[str, str]:
     """The environment without other services' settings, which may be secret.
 
-    Agents do not get the broker either: they speak HTTP only.
+    Agents get neither the broker nor the blob store, nor its credentials: they speak HTTP only.
     """
     others = {"launcher", *SERVICES} - {service}
     hidden = tuple(f"FORGEMQ_{other.upper()}_" for other in others)
     if service == "agents":
         hidden += ("FORGEMQ_KAFKA", "FORGEMQ_BLOBS")
-    return {name: value for name, value in environ.items() if not name.startswith(hidden)}
+    seen = {name: value for name, value in environ.items() if not name.startswith(hidden)}
+    if service != "agents":
+        return seen
+    own = {name: value for name, value in seen.items() if name.startswith(("FORGEMQ_", "OTEL_"))}
+    return for_user_code(seen) | own
 
 
 def _command(service: str, *, ranks: int) -> tuple[str, ...]:
