@@ -16,7 +16,7 @@ BESIDE := -n 3 --dist worksteal
 ALONE := --ignore=tests/gpu --ignore=tests/integration --ignore=tests/clients
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-fast test-long test-clients storm fuzz lint contracts load images lock clean
+.PHONY: help setup demo test test-fast test-long test-clients storm fuzz lint advisories contracts load images lock clean
 
 help:  ## List the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -56,6 +56,9 @@ fuzz: $(STAMP)  ## Send a gateway BODIES=n wrong bodies of every protocol; FIRST
 
 lint: $(STAMP)  ## Check format, lint, types and layers
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+advisories: $(STAMP)  ## Look the locked packages up in PyPI's advisory database; OSV=<url> asks a server of OSV's API
+	@$(BIN)/python deploy/advisories/audit.py $(OSV)
 
 contracts: $(STAMP)  ## Generate schemas and AsyncAPI from the structs
 	@$(BIN)/python -m forgemq_contracts.generate
