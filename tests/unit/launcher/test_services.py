@@ -72,6 +72,23 @@ def test_a_service_sees_its_own_settings_and_no_others(tmp_path: Path) -> None:
         assert environ["FORGEMQ_TELEMETRY_FOLDER"] == "/telemetry"
 
 
+def test_processes_of_one_service_are_numbered_so_that_their_metrics_have_ports(
+    tmp_path: Path,
+) -> None:
+    numbers = {
+        spec.name: spec.environ["FORGEMQ_TELEMETRY_NUMBER"]
+        for spec in service_specs(
+            configuration(PLAYED),
+            folder=RunFolder(tmp_path),
+            addresses=msgspec.structs.replace(ADDRESSES, engine_urls=("http://a", "http://b")),
+            environ=GIVEN,
+            gateways=2,
+        )
+    }
+    assert numbers.pop("gateway-1") == numbers.pop("inference-1") == "1"
+    assert set(numbers.values()) == {"0"}
+
+
 def test_several_gateways_share_a_socket_and_each_has_a_port_of_its_own(tmp_path: Path) -> None:
     gateways = [
         spec for spec in made(tmp_path, PLAYED, gateways=2) if spec.module == "forgemq_gateway"

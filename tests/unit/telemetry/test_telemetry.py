@@ -163,7 +163,8 @@ def test_measurements_arrive_under_their_names():
 
 
 def test_prometheus_can_scrape_and_the_port_is_free_afterwards():
-    exporter = exporter_of(TelemetrySettings(exporter="prometheus"), resource={"run": "r-1"})
+    settings = TelemetrySettings(exporter="prometheus", port=0)
+    exporter = exporter_of(settings, service="merger", resource={"run": "r-1"})
     assert exporter is not None
     telemetry = Telemetry(service="merger", exporter=exporter)
     telemetry.count("transform.records", 5, topic="scored-groups-v1")
@@ -274,7 +275,7 @@ def test_a_collector_that_is_away_costs_no_work_and_three_seconds_at_the_end():
 def test_otlp_sends_spans_and_metrics_before_it_closes():
     with collector() as (endpoint, received):
         settings = TelemetrySettings(exporter="otlp", endpoint=endpoint)
-        exporter = exporter_of(settings, resource={"service.name": "merger"})
+        exporter = exporter_of(settings, service="merger", resource={"service.name": "merger"})
         telemetry = Telemetry(service="merger", exporter=exporter)
         telemetry.count("transform.batches")
         with telemetry.span("merge", parent=completion_trace(COMPLETION)):

@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace import SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 
+from forgemq_settings.environment import SettingsError
 from forgemq_telemetry.catalogue import (
     COUNTERS,
     GAUGES,
@@ -27,6 +28,7 @@ from forgemq_telemetry.catalogue import (
     GaugeName,
     HistogramName,
 )
+from forgemq_telemetry.ports import metrics_port
 from forgemq_telemetry.settings import TelemetrySettings
 from forgemq_telemetry.telemetry import Attribute
 from forgemq_telemetry.traces import Headers, SpanIds, span_ids, traceparent
@@ -162,18 +164,18 @@ class _ExportedSpan:
 
 
 def exporter_of(
-    settings: TelemetrySettings, *, resource: dict[str, Attribute]
+    settings: TelemetrySettings, *, service: str, resource: dict[str, Attribute]
 ) -> OpenTelemetryExporter | None:
     """Make the exporter that the settings name; None for `none`.
 
     Raises:
-        OSError: the Prometheus port is taken.
+        SettingsError: the Prometheus port is taken, or the service has no such port.
     """
     if settings.exporter == "none":
         return None
-    return (
-        _otlp(settings, resource) if settings.exporter == "otlp" else _scraped(settings, resource)
-    )
+    if settings.exporter == "otlp":
+        return _otlp(settings, resource)
+    return _scraped(settings, metrics_port(service, settings), resource)
 
 
 def _otlp(settings: TelemetrySettings, resource: dict[str, Attribute]) -> OpenTelemetryExporter:
@@ -218,13 +220,22 @@ class _WarningLimit(logging.Filter):
         return True
 
 
-def _scraped(settings: TelemetrySettings, resource: dict[str, Attribute]) -> OpenTelemetryExporter:
+def _scraped(
+    settings: TelemetrySettings, port: int, resource: dict[str, Attribute]
+) -> OpenTelemetryExporter:
     from opentelemetry.exporter.prometheus import PrometheusMetricReader
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
     reader = PrometheusMetricReader(registry=registry)
-    server, thread = start_http_server(settings.port, addr=settings.host, registry=registry)
+    try:
+        server, thread = start_http_server(port, addr=settings.host, registry=registry)
+    except OSError as error:
+        raise SettingsError(
+            f"metrics cannot be served at {settings.host}:{port} ({error.strerror}): set "
+            "FORGEMQ_TELEMETRY_NUMBER for a second process of the service on this machine, "
+            "FORGEMQ_TELEMETRY_PORT_BASE for a second run, or FORGEMQ_TELEMETRY_PORT"
+        ) from error
 
     def stop() -> None:
         server.shutdown()

@@ -16,8 +16,32 @@ class TelemetrySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         "http://127.0.0.1:4318"
     )
     host: Annotated[str, Meta(description="Prometheus: address to listen on.")] = "127.0.0.1"
-    port: Annotated[
-        int, Meta(ge=0, le=65535, description="Prometheus: 0 takes a free port and reports it.")
+    port: (
+        Annotated[
+            int,
+            Meta(
+                ge=0,
+                le=65535,
+                description="Prometheus: where to listen; 0 takes a free port and reports it. "
+                "None: the service's own place behind port_base.",
+            ),
+        ]
+        | None
+    ) = None
+    port_base: Annotated[
+        int,
+        Meta(
+            ge=1024,
+            le=65336,
+            description="Prometheus: 200 ports from here on are those of one run on one machine.",
+        ),
+    ] = 9600
+    number: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Prometheus: of this process among those of its service on one machine.",
+        ),
     ] = 0
     export_every_s: Annotated[float, Meta(gt=0, description="OTLP: metrics interval.")] = 10.0
     sampled_fraction: Annotated[

@@ -191,7 +191,7 @@ def open_telemetry(service: str, *, run: str, settings: TelemetrySettings) -> Te
     """Telemetry of one process of a run; an event says where its measurements go.
 
     Raises:
-        OSError: the Prometheus port is taken.
+        SettingsError: the Prometheus port is taken, or the service has no such port.
     """
     if settings.exporter == "none":
         return Telemetry(service=service)
@@ -199,7 +199,9 @@ def open_telemetry(service: str, *, run: str, settings: TelemetrySettings) -> Te
     from forgemq_telemetry.exporters import exporter_of
 
     resource = {"service.namespace": "forgemq", "service.name": service, "run": run}
-    exporter = exporter_of(settings, resource={**resource, "service.instance.id": str(os.getpid())})
+    exporter = exporter_of(
+        settings, service=service, resource={**resource, "service.instance.id": str(os.getpid())}
+    )
     assert exporter is not None
     telemetry = Telemetry(service=service, exporter=exporter)
     telemetry.event("exporting", exporter=settings.exporter, address=exporter.address)

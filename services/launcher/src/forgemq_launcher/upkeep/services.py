@@ -185,6 +185,7 @@ def _specs_of(
             environ={
                 **service_environ(shared, service),
                 "FORGEMQ_SERVICE_INSTANCE": name,
+                "FORGEMQ_TELEMETRY_NUMBER": str(max(0, number)),
                 **own,
             },
             log_path=folder / "logs" / f"{name}.log",
