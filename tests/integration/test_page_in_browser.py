@@ -17,9 +17,12 @@ from forgemq_contracts.episodes import ForkCount
 from forgemq_contracts.steps import Alarm, TrainedStep
 from forgemq_contracts.topics import FINISHED_EPISODES
 from forgemq_run_view.forks import MEANINGS
+from forgemq_run_view.stall import CONFIRMED_AFTER_MS
 from forgemq_run_view.view import RunView
 from tests.integration.browser import Browser
+from tests.unit.run_view import live_run
 from tests.unit.run_view.imported import imports
+from tests.unit.run_view.live_run import LiveRun
 from tests.unit.run_view.synthetic import SyntheticRun, started
 
 pytestmark = [pytest.mark.integration, pytest.mark.browser, pytest.mark.timeout(180)]
@@ -50,7 +53,9 @@ def run_with(*alarms: Alarm) -> tuple[SyntheticRun, RunView]:
 
 
 @asynccontextmanager
-async def console(run: SyntheticRun, view: RunView) -> AsyncIterator[str]:
+async def console(
+    run: SyntheticRun | LiveRun, view: RunView, *, now_ms: int = 20_000
+) -> AsyncIterator[str]:
     """The console's own application on a port of this machine; its address."""
 
     async def read_group(group_id: str, episode_id: str | None) -> GroupView:
@@ -59,7 +64,7 @@ async def console(run: SyntheticRun, view: RunView) -> AsyncIterator[str]:
         of_group = [m for m in run.messages if getattr(m.record, "group_id", "") == group_id]
         return group_view(group_id, of_group, episode_id=episode_id, token_text=str, episodes_max=8)
 
-    app = web(view, clock_ms=lambda: 20_000, read_group=read_group)
+    app = web(view, clock_ms=lambda: now_ms, read_group=read_group)
     stop = asyncio.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_config=None))
@@ -114,6 +119,23 @@ async def test_an_alarm_is_counted_in_red_and_listed_with_its_step_value_and_thr
         cells = [await page.text(f"#alarms td:nth-child({column})") for column in range(1, 5)]
         assert cells == ["1", "kl_k3", "0.210", "0.1"]
         assert await page.text("#numbers .bad") == "1alarms"
+
+
+async def test_a_stalled_run_says_what_it_waits_for_and_one_that_goes_on_says_nothing(browser):
+    async with console(*run_with()) as url, browser.tab(url) as page:
+        await page.text_with("#run", "r")
+        assert await page.text("#stall") == ""
+    run, view = LiveRun(0), RunView(live_run.started())
+    run.play(200)
+    run.stopped.add("merger")
+    run.play(400)
+    for message in run.messages:
+        view.apply(message)
+    assert view.state(now_ms=run.now_ms - CONFIRMED_AFTER_MS).stall is None
+    async with console(run, view, now_ms=run.now_ms) as url, browser.tab(url) as page:
+        shown = await page.text_with("#stall", "merger")
+    assert shown.startswith("Waits for merger, for 0:06:")
+    assert "(service silent). The merger writes nothing: group" in shown
 
 
 async def test_a_run_without_alarms_has_no_number_in_red(browser):

@@ -45,7 +45,7 @@ ENDED_RUNS = Topic(
     partitioned_by="shared",
     is_transactional=False,
     producer="launcher",
-    consumers=("console", "launcher"),
+    consumers=("console", "launcher", "auditor"),
 )
 REQUESTED_GROUPS = Topic(
     name="requested-groups-v1",
@@ -54,7 +54,7 @@ REQUESTED_GROUPS = Topic(
     partitioned_by="queue",
     is_transactional=False,
     producer="gateway",
-    consumers=("scheduler", "gateway", "console", "launcher"),
+    consumers=("scheduler", "gateway", "console", "launcher", "auditor"),
     dead_letters_by="scheduler",
 )
 ADMITTED_GROUPS = Topic(
@@ -64,7 +64,7 @@ ADMITTED_GROUPS = Topic(
     partitioned_by="queue",
     is_transactional=True,
     producer="scheduler",
-    consumers=("gateway", "trainer", "console", "launcher"),
+    consumers=("gateway", "trainer", "console", "launcher", "auditor"),
     dead_letters_by="gateway",
 )
 CLOSED_GROUPS = Topic(
@@ -95,7 +95,7 @@ REPORTED_GATEWAYS = Topic(
     partitioned_by="run",
     is_transactional=False,
     producer="gateway",
-    consumers=("gateway",),
+    consumers=("gateway", "console", "launcher", "auditor"),
     needed_by=(needed_group("gateway"),),
     newest_kept=1000,
 )
@@ -185,7 +185,7 @@ GRADED_EPISODES = Topic(
     partitioned_by="group",
     is_transactional=False,
     producer="reward",
-    consumers=("reward", "console", "launcher"),
+    consumers=("reward", "console", "launcher", "auditor"),
     dead_letters_by="reward",
 )
 SCORED_GROUPS = Topic(
@@ -216,7 +216,7 @@ MERGED_GROUPS = Topic(
     partitioned_by="group",
     is_transactional=True,
     producer="merger",
-    consumers=("scheduler", "console", "launcher"),
+    consumers=("scheduler", "console", "launcher", "auditor"),
     dead_letters_by="scheduler",
 )
 SCHEDULED_STEPS = Topic(
@@ -226,7 +226,7 @@ SCHEDULED_STEPS = Topic(
     partitioned_by="run",
     is_transactional=True,
     producer="scheduler",
-    consumers=("trainer", "console", "launcher"),
+    consumers=("trainer", "console", "launcher", "auditor"),
     dead_letters_by="trainer",
 )
 RETIRED_GROUPS = Topic(
@@ -246,7 +246,7 @@ AUDITED_GROUPS = Topic(
     partitioned_by="group",
     is_transactional=True,
     producer="auditor",
-    consumers=("console", "launcher"),
+    consumers=("console", "launcher", "auditor"),
 )
 TRAINED_STEPS = Topic(
     name="trained-steps-v1",
@@ -255,7 +255,7 @@ TRAINED_STEPS = Topic(
     partitioned_by="run",
     is_transactional=True,
     producer="trainer",
-    consumers=("scheduler", "trainer", "gateway", "console", "launcher"),
+    consumers=("scheduler", "trainer", "gateway", "console", "launcher", "auditor"),
     dead_letters_by="scheduler",
 )
 PUBLISHED_WEIGHTS = Topic(
@@ -265,7 +265,7 @@ PUBLISHED_WEIGHTS = Topic(
     partitioned_by="run",
     is_transactional=False,
     producer="trainer",
-    consumers=("inference", "trainer", "console", "launcher"),
+    consumers=("inference", "trainer", "console", "launcher", "auditor"),
     dead_letters_by="trainer",
 )
 OFFERED_BROADCASTS = Topic(
@@ -294,7 +294,7 @@ LOADED_WEIGHTS = Topic(
     partitioned_by="lane",
     is_transactional=False,
     producer="inference",
-    consumers=("scheduler", "trainer", "console", "launcher", "inference"),
+    consumers=("scheduler", "trainer", "console", "launcher", "inference", "auditor"),
     dead_letters_by="scheduler",
 )
 REPORTED_ENGINES = Topic(
@@ -304,7 +304,7 @@ REPORTED_ENGINES = Topic(
     partitioned_by="lane",
     is_transactional=False,
     producer="inference",
-    consumers=("gateway", "inference", "scheduler", "trainer", "console", "launcher"),
+    consumers=("gateway", "inference", "scheduler", "trainer", "console", "launcher", "auditor"),
     dead_letters_by="scheduler",
     needed_by=(needed_group("scheduler"),),
     newest_kept=1000,

@@ -234,6 +234,21 @@ async def test_a_superseded_snapshot_goes_and_the_newest_stays(tmp_path: Path):
     assert kept.value == bytes([2]) * 5_000
 
 
+async def test_each_value_is_counted_once_by_topic_wherever_it_lies(tmp_path: Path):
+    store = BlobStore(str(tmp_path), run="r")
+    log = MemoryLog(run="r", blobs=store, inline_bytes_max=100)
+    await log.create_topics(partition_counts(small_run(group_partitions=2)))
+    sweep = BlobSweep(log, store, configuration=configuration(), grace_s=60)
+    writer = await log.writer()
+    for place, size in ((PLACES[0], 5_000), (PLACES[2], 40), (PLACES[2], 2)):
+        await writer.write(Emit(topic=place.topic, partition=0, key=b"", value=bytes(size)))
+    await sweep.sweep()
+    assert sweep.take_bytes() == {PLACES[0].topic: 5_000, PLACES[2].topic: 42}
+    await writer.write(Emit(topic=PLACES[2].topic, partition=0, key=b"", value=bytes(7)))
+    await sweep.sweep()
+    assert sweep.take_bytes() == {PLACES[2].topic: 7}
+
+
 async def test_blobs_are_not_fetched_to_learn_who_points_at_them(tmp_path: Path):
     class SealedStore(BlobStore):
         async def get(self, reference: BlobReference) -> bytes:

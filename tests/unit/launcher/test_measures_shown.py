@@ -13,11 +13,11 @@ from forgemq_contracts.topics import TRAINED_STEPS
 from forgemq_launcher.commands.inspection import print_forks
 from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.headlines import headlines
-from forgemq_launcher.display.panel import PanelView, panel
+from forgemq_launcher.display.panel import PanelView, line, panel
 from forgemq_launcher.display.report_files import ALARMS_SHOWN_MAX, closing, table, write_report
 from forgemq_run_view.forks import MEANINGS
 from forgemq_run_view.report import report
-from forgemq_run_view.state import AcceptancePoint, ForkTotal, RunState, StepAlarm
+from forgemq_run_view.state import AcceptancePoint, ForkTotal, RunState, Stall, StepAlarm
 from forgemq_run_view.view import RunView
 from tests.unit.run_view.synthetic import SyntheticRun, metrics, started
 
@@ -49,6 +49,27 @@ def _text(shown: object) -> str:
     console = Console(file=io.StringIO(), width=100)
     console.print(shown)
     return console.file.getvalue()
+
+
+STALL = Stall(
+    reason="service_silent",
+    waits_for="merger",
+    since_ms=5_000,
+    detail="The merger writes nothing: group g-4 has no tree.",
+)
+
+
+def test_a_stall_is_a_row_of_the_panel_a_part_of_the_line_and_a_headline_once() -> None:
+    going_on = _run(MEASURED)
+    stalled = msgspec.structs.replace(going_on, stall=STALL)
+    assert "waits for" not in _text(panel(going_on, SHOWN)) + line(going_on)
+    told = "merger, for 0:00:15 (service silent). The merger writes nothing"
+    assert told in " ".join(_text(panel(stalled, SHOWN)).replace("│", " ").split())
+    assert told in line(stalled)
+    [headline] = headlines(going_on, stalled)
+    assert headline.startswith("STALLED: waits for merger. The merger")
+    assert headlines(stalled, stalled) == []
+    assert headlines(stalled, going_on) == ["the run goes on"]
 
 
 def _report(state: RunState):

@@ -52,6 +52,16 @@ def test_the_order_in_which_topics_are_read_changes_nothing(run):
         )
 
 
+def test_staleness_is_shown_by_queue_of_the_newest_step_and_counted_over_all(run):
+    groups = [run.generate(index, version=1) for index in (4, 5)]
+    run.train(2, groups)
+    state = state_of(run.messages)
+    [queue] = state.queues
+    assert queue.staleness == 1
+    counted = {(t.domain, t.staleness): t.groups for t in state.trained}
+    assert counted == {(DOMAIN, 0): 4, (DOMAIN, 1): 2}
+
+
 def test_success_is_counted_under_the_version_at_admission(run):
     versions = state_of(run.messages).versions
     assert [(point.version, point.tally.success) for point in versions] == [(0, 0.5), (1, 1.0)]

@@ -1,5 +1,6 @@
 """The catalogue and the code name the same metrics."""
 
+import ast
 import re
 from pathlib import Path
 from typing import get_args
@@ -14,6 +15,7 @@ from forgemq_telemetry.catalogue import (
     GaugeName,
     HistogramName,
 )
+from forgemq_telemetry.labels import LABELS
 
 ROOT = Path(__file__).parents[3]
 CATALOGUE = ROOT / "libs/telemetry/src/forgemq_telemetry/catalogue.py"
@@ -55,6 +57,30 @@ def test_every_metric_is_measured_somewhere(rows: dict):
 def test_nothing_is_measured_that_has_no_row(method: str, rows: dict):
     assert measured(method) - set(rows) == set(), "add it to the catalogue"
     assert measured("count"), "the pattern finds no call at all"
+
+
+def labels_in_code() -> dict[str, set[str]]:
+    """By metric, the keyword arguments of every call that measures it."""
+    found: dict[str, set[str]] = {}
+    calls = (node for text in sources() for node in ast.walk(ast.parse(text)))
+    for call in calls:
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            continue
+        if call.func.attr in dict(KINDS) and call.args and isinstance(call.args[0], ast.Constant):
+            names = {keyword.arg for keyword in call.keywords} - {"value"}
+            assert None not in names, "labels are written out"
+            found.setdefault(call.args[0].value, set()).update(map(str, names))
+    return found
+
+
+def test_every_label_in_the_code_is_listed_and_no_other_one_is():
+    metrics = {name for _, rows in KINDS for name in rows}
+    found = {
+        name: sorted(labels)
+        for name, labels in labels_in_code().items()
+        if labels and name in metrics
+    }
+    assert found == {name: sorted(labels) for name, labels in LABELS.items()}
 
 
 def test_names_are_unique_and_every_row_says_unit_and_meaning():

@@ -16,9 +16,7 @@ SCRAPED = TelemetrySettings(exporter="prometheus")
 
 
 def ports(service: str, *, processes: int) -> list[int]:
-    return [
-        metrics_port(service, TelemetrySettings(number=number)) for number in range(processes)
-    ]
+    return [metrics_port(service, TelemetrySettings(number=number)) for number in range(processes)]
 
 
 def test_every_service_but_the_launcher_has_a_place():

@@ -99,13 +99,22 @@ class Ledger:
             for facts in self._trees.get(group_id, ())
         )
 
-    def verdicts(self, *, is_ended: bool) -> tuple[GuaranteeVerdict, ...]:
-        """G1 to G5. If the run `is_ended`, nothing may be open or scheduled and not trained."""
+    def verdicts(
+        self, *, is_ended: bool, is_audit_behind: bool = False
+    ) -> tuple[GuaranteeVerdict, ...]:
+        """G1 to G5.
+
+        Args:
+            is_ended: Nothing may be open, or scheduled and not trained.
+            is_audit_behind: An auditor still compares groups: those it has not come to are left
+                out, and do not count as unknown.
+        """
+        missing = self._missing_trees(is_audit_behind=is_audit_behind)
         return (
             self._retired_once(is_ended=is_ended),
-            self._trained_once(is_ended=is_ended),
-            self._fresh(),
-            self._as_sampled(),
+            self._trained_once(is_ended=is_ended, missing=missing),
+            self._fresh(missing),
+            self._as_sampled(missing),
             self._same_logprobs(),
         )
 
@@ -136,7 +145,7 @@ class Ledger:
             f"{len(still_open)} open",
         )
 
-    def _trained_once(self, *, is_ended: bool) -> GuaranteeVerdict:
+    def _trained_once(self, *, is_ended: bool, missing: Sequence[str]) -> GuaranteeVerdict:
         kept = surviving(self._trained)
         wrong = []
         if list(kept) != list(range(len(kept))):
@@ -155,7 +164,7 @@ class Ledger:
         for facts in self.trained_trees():
             wrong += facts.lost
             wrong += _unknown(facts.unknown)
-        wrong += self._missing_trees()
+        wrong += missing
         return _verdict(
             "G2",
             wrong,
@@ -173,7 +182,7 @@ class Ledger:
             return [f"step {step.step}: groups differ from its schedule, lost {lost}"]
         return []
 
-    def _fresh(self) -> GuaranteeVerdict:
+    def _fresh(self, missing: Sequence[str]) -> GuaranteeVerdict:
         limits = staleness_limits(self._configuration)
         wrong = []
         stalest = 0
@@ -195,11 +204,11 @@ class Ledger:
                     for facts in self._trees.get(group.group_id, ())
                     if facts.sha256 == group.tree_sha256 and facts.version_min != group.version_min
                 ]
-        wrong += self._missing_trees()
+        wrong += missing
         return _verdict("G3", wrong, checked=f"{groups} groups scheduled, stalest {stalest} steps")
 
-    def _as_sampled(self) -> GuaranteeVerdict:
-        wrong = self._missing_trees()
+    def _as_sampled(self, missing: Sequence[str]) -> GuaranteeVerdict:
+        wrong = list(missing)
         samples = 0
         planned = {
             group.group_id: group.tree_sha256
@@ -215,12 +224,12 @@ class Ledger:
                 wrong += facts.differences
         return _verdict("G4", wrong, checked=f"{samples} samples against the log")
 
-    def _missing_trees(self) -> list[str]:
+    def _missing_trees(self, *, is_audit_behind: bool) -> list[str]:
         """Trained groups whose tree was not compared."""
         return _unknown(
             f"the tree of {group_id} is not on the log"
             for group_id in self.trained_group_ids()
-            if group_id not in self._trees
+            if group_id not in self._trees and (group_id in self._audited or not is_audit_behind)
         )
 
     def _same_logprobs(self) -> GuaranteeVerdict:

@@ -137,7 +137,7 @@ def fetch_from(blobs: BlobStore | None) -> Values:
     async def fetch(records: Sequence[Record]) -> list[Record]:
         return await fetched(records, blobs=blobs)
 
-    return Values(fetch=fetch, size_bytes=_fetched_bytes)
+    return Values(fetch=fetch, size_bytes=value_bytes)
 
 
 async def _as_is(records: Sequence[Record]) -> list[Record]:
@@ -160,7 +160,8 @@ def reference_of(record: Record) -> BlobReference | None:
     return None
 
 
-def _fetched_bytes(record: Record) -> int:
+def value_bytes(record: Record) -> int:
+    """Size of the value of a record read without values, in the record or in the blob store."""
     try:
         reference = reference_of(record)
     except msgspec.MsgspecError:

@@ -172,6 +172,10 @@ class QueueState(Struct, frozen=True, kw_only=True):
     in_flight: Annotated[int, Meta(description="Holding a queue index, not retired.")]
     waiting: Annotated[int, Meta(description="Requested and not admitted.")]
     positions: tuple[WindowPosition, ...]
+    staleness: Annotated[
+        int,
+        Meta(description="Largest of its groups in the newest step that trained any, in steps."),
+    ] = 0
 
 
 class EngineState(Struct, frozen=True, kw_only=True):
@@ -240,6 +244,14 @@ class DomainShare(Struct, frozen=True, kw_only=True):
     share: float
 
 
+class TrainedGroups(Struct, frozen=True, kw_only=True):
+    """Groups of one domain that surviving steps trained at one staleness."""
+
+    domain: str
+    staleness: Annotated[int, Meta(description="Steps behind, when it was scheduled.")]
+    groups: int
+
+
 class StageState(Struct, frozen=True, kw_only=True):
     """The stage that the next step belongs to; of a run that is over, its last step's."""
 
@@ -247,6 +259,27 @@ class StageState(Struct, frozen=True, kw_only=True):
     count: Annotated[int, Meta(description="Stages of the run.")]
     from_step: int
     shares: tuple[DomainShare, ...]
+
+
+StallReason: TypeAlias = Literal[
+    "head_group",
+    "lane_silent",
+    "log_silent",
+    "no_lane_with_version",
+    "service_lag",
+    "service_silent",
+    "trainer_without_step",
+    "window_full",
+]
+
+
+class Stall(Struct, frozen=True, kw_only=True):
+    """What a run that does not go on waits for. See `stall.py`."""
+
+    reason: StallReason
+    waits_for: Annotated[str, Meta(description="The group, lanes, service or step, by name.")]
+    since_ms: int
+    detail: Annotated[str, Meta(description="One sentence for the person who looks.")]
 
 
 class RunState(Struct, frozen=True, kw_only=True):
@@ -286,9 +319,11 @@ class RunState(Struct, frozen=True, kw_only=True):
     imported: tuple[UntrainedDomain, ...]
     live: tuple[UntrainedDomain, ...]
     queues: tuple[QueueState, ...]
+    trained: Annotated[tuple[TrainedGroups, ...], Meta(description="By domain, then staleness.")]
     engines: tuple[EngineState, ...]
     services: tuple[Activity, ...]
     stage: Annotated[StageState | None, Meta(description="None in a run without stages.")] = None
+    stall: Annotated[Stall | None, Meta(description="None while the run goes on.")] = None
 
 
 class GroupRow(Struct, frozen=True, kw_only=True):

@@ -1,11 +1,12 @@
 """Optimizer steps of the lineage that survives."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 from forgemq_contracts.groups import ScoredGroup
 from forgemq_contracts.messages import Message
-from forgemq_contracts.steps import ScheduledStep, TrainedStep
-from forgemq_run_view.state import StepAlarm, StepPoint
+from forgemq_contracts.steps import ScheduledGroup, ScheduledStep, TrainedStep
+from forgemq_run_view.state import StepAlarm, StepPoint, TrainedGroups
 
 
 def surviving(steps: Iterable[TrainedStep]) -> dict[int, TrainedStep]:
@@ -63,6 +64,32 @@ class StepBook:
             )
             for record in kept.values()
         )
+
+    def trained_groups(self) -> tuple[TrainedGroups, ...]:
+        """Groups that surviving steps trained, by domain and staleness."""
+        counted = Counter(
+            (group.domain, group.staleness)
+            for step in surviving(record for record, _ in self._trained.values())
+            for group in self._groups_of(step)
+        )
+        return tuple(
+            TrainedGroups(domain=domain, staleness=staleness, groups=groups)
+            for (domain, staleness), groups in sorted(counted.items())
+        )
+
+    def staleness(self) -> dict[str, int]:
+        """By domain, the largest staleness in the newest surviving step that trained any of it."""
+        newest: dict[str, int] = {}
+        for step in surviving(record for record, _ in self._trained.values()):
+            own: dict[str, int] = {}
+            for group in self._groups_of(step):
+                own[group.domain] = max(own.get(group.domain, 0), group.staleness)
+            newest |= own
+        return newest
+
+    def _groups_of(self, step: int) -> tuple[ScheduledGroup, ...]:
+        scheduled = self._scheduled.get(step)
+        return scheduled.groups if scheduled else ()
 
     def alarms(self) -> tuple[StepAlarm, ...]:
         """The alarms of the surviving steps, in order."""

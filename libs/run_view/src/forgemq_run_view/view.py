@@ -5,6 +5,8 @@ view.apply(message)          # any record of the run, topics in any order
 view.state(now_ms=...)       # what the panel and the page show
 """
 
+from msgspec.structs import replace
+
 from forgemq_contracts.messages import Message
 from forgemq_contracts.mixture import mixture_of, staleness_bounds, staleness_limits
 from forgemq_contracts.run import EndedRun, StartedRun
@@ -19,6 +21,7 @@ from forgemq_contracts.topics import (
     MERGED_GROUPS,
     PUBLISHED_WEIGHTS,
     REPORTED_ENGINES,
+    REPORTED_GATEWAYS,
     REQUESTED_GROUPS,
     RETIRED_GROUPS,
     SCHEDULED_STEPS,
@@ -31,6 +34,7 @@ from forgemq_run_view.effective_yield import effective_yield
 from forgemq_run_view.engines import EngineBook
 from forgemq_run_view.groups import GroupBook
 from forgemq_run_view.stage import stage_of
+from forgemq_run_view.stall import StallWatch
 from forgemq_run_view.state import EndCount, GroupRow, QueueState, RetiredCount, RunState
 from forgemq_run_view.steps import StepBook
 
@@ -49,6 +53,7 @@ TOPICS: tuple[Topic, ...] = (
     PUBLISHED_WEIGHTS,
     LOADED_WEIGHTS,
     REPORTED_ENGINES,
+    REPORTED_GATEWAYS,
     ENDED_RUNS,
 )
 """Topics whose records change the state; others need not be read."""
@@ -63,6 +68,7 @@ class RunView:
         self._steps = StepBook()
         self._engines = EngineBook()
         self._acceptance = AcceptanceBook()
+        self._stalls = StallWatch(started)
         self._ended = ""
 
     def apply(self, message: Message) -> None:
@@ -76,6 +82,7 @@ class RunView:
         self._steps.apply(message)
         self._engines.apply(message)
         self._acceptance.apply(message)
+        self._stalls.apply(message)
 
     def knows(self, group_id: str) -> bool:
         """Whether any record named this group, and it is not forgotten."""
@@ -139,9 +146,11 @@ class RunView:
             imported=self._groups.untrained("import"),
             live=self._groups.untrained("live"),
             queues=self._queues(step=len(points)),
+            trained=self._steps.trained_groups(),
             engines=self._engines.engines(),
             services=self._engines.activity(),
             stage=stage_of(configuration, step=min(len(points), configuration.trainer.steps - 1)),
+            stall=None if self._ended else self._stalls.stall(now_ms=now_ms),
         )
 
     def _queues(self, *, step: int) -> tuple[QueueState, ...]:
@@ -149,9 +158,13 @@ class RunView:
         configuration = self._started.configuration
         bounds, limits = staleness_bounds(configuration), staleness_limits(configuration)
         groups = mixture_of(configuration).groups(step)
+        staleness = self._steps.staleness()
         return tuple(
-            self._groups.queue(
-                queue, groups=number, bound=bounds[queue.domain], limit=limits[queue.domain]
+            replace(
+                self._groups.queue(
+                    queue, groups=number, bound=bounds[queue.domain], limit=limits[queue.domain]
+                ),
+                staleness=staleness.get(queue.domain, 0),
             )
             for queue, number in zip(configuration.queues, groups, strict=True)
         )

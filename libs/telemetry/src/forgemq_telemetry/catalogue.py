@@ -19,6 +19,8 @@ CounterName: TypeAlias = Literal[
     "auditor.trimmed_records",
     "auditor.blobs_deleted",
     "auditor.blob_bytes_deleted",
+    "auditor.swept_bytes",
+    "auditor.checks",
     "inference.finished",
     "inference.skipped",
     "inference.output_tokens",
@@ -61,6 +63,23 @@ CounterName: TypeAlias = Literal[
 GaugeName: TypeAlias = Literal[
     "auditor.blobs_kept",
     "auditor.blob_bytes_kept",
+    "auditor.violations",
+    "run.steps_trained",
+    "run.success",
+    "run.reward",
+    "run.episodes_ended",
+    "run.groups_open",
+    "run.groups_retired",
+    "run.groups_trained",
+    "run.groups_waiting",
+    "run.queue_groups",
+    "run.head",
+    "run.slots",
+    "run.slots_held",
+    "run.staleness",
+    "run.staleness_limit",
+    "run.alarms",
+    "run.stalled",
     "transform.tasks",
     "transform.lag_records",
     "transform.snapshot_bytes",
@@ -149,6 +168,10 @@ COUNTERS: dict[CounterName, Metric] = {
     ),
     "auditor.blobs_deleted": Metric("{blob}", "Blobs deleted that no record points at."),
     "auditor.blob_bytes_deleted": Metric("By", "Size of the blobs deleted."),
+    "auditor.swept_bytes": Metric(
+        "By", "Size of the values that the sweep has looked at, each once, by topic."
+    ),
+    "auditor.checks": Metric("{check}", "Times that a guarantee was checked, by guarantee."),
     "inference.finished": Metric(
         "{completion}", "Completions written by a lane, by finish reason."
     ),
@@ -235,6 +258,33 @@ COUNTERS: dict[CounterName, Metric] = {
 GAUGES: dict[GaugeName, Metric] = {
     "auditor.blobs_kept": Metric("{blob}", "Blobs of the run in its store, at the last sweep."),
     "auditor.blob_bytes_kept": Metric("By", "Size of those blobs."),
+    "auditor.violations": Metric(
+        "{violation}", "Violations that the newest checks found, by guarantee; at most 21 of each."
+    ),
+    "run.steps_trained": Metric("{step}", "Steps of the surviving lineage."),
+    "run.success": Metric(
+        "1", "Share of successful episodes, under the newest version that has one."
+    ),
+    "run.reward": Metric("1", "Mean reward of the same episodes."),
+    "run.episodes_ended": Metric("{episode}", "Episodes that ended, by how."),
+    "run.groups_open": Metric("{group}", "Groups admitted and not retired."),
+    "run.groups_retired": Metric("{group}", "Groups that are over, by why."),
+    "run.groups_trained": Metric(
+        "{group}", "Groups that steps trained, by queue and by how many steps stale they were."
+    ),
+    "run.groups_waiting": Metric("{group}", "Groups requested and not admitted, by queue."),
+    "run.queue_groups": Metric("{group}", "Groups of a queue by how far they have come."),
+    "run.head": Metric("{group}", "Queue index of the oldest group that no step has taken."),
+    "run.slots": Metric("{group}", "Slots of a queue."),
+    "run.slots_held": Metric("{group}", "Groups of a queue that are not retired."),
+    "run.staleness": Metric(
+        "{step}", "Largest staleness in the newest step that trained groups of a queue."
+    ),
+    "run.staleness_limit": Metric("{step}", "What that staleness may be at most."),
+    "run.alarms": Metric("{alarm}", "Alarms of the steps of the surviving lineage, by metric."),
+    "run.stalled": Metric(
+        "{stall}", "1 if the run does not go on for this reason, else 0; every reason is there."
+    ),
     "transform.tasks": Metric("{task}", "Journal partitions this process holds."),
     "transform.lag_records": Metric("{record}", "Input records that a task has not read yet."),
     "transform.snapshot_bytes": Metric("By", "Size of the newest snapshot of a task."),

@@ -1,7 +1,8 @@
-"""Wiring of the auditor: audits groups that retire, trims the log, sweeps the blobs."""
+"""Wiring of the auditor: audits groups that retire, trims and sweeps, watches the run."""
 
 import asyncio
 
+from forgemq_auditor import run_watch
 from forgemq_auditor.active import run_while_active
 from forgemq_auditor.blob_sweep import BlobSweep
 from forgemq_auditor.group_audit import TOPICS
@@ -13,7 +14,7 @@ from forgemq_settings.environment import parse
 from forgemq_shell.service import Context
 
 # The sweep looks at the headers of every other topic too, and decodes none of them.
-CONSUMES: tuple[Topic, ...] = TOPICS
+CONSUMES: tuple[Topic, ...] = tuple({t.name: t for t in (*TOPICS, *run_watch.TOPICS)}.values())
 PRODUCES: tuple[Topic, ...] = (AUDITED_GROUPS,)
 
 
@@ -23,15 +24,16 @@ async def main(context: Context) -> None:
 
     async def work() -> None:
         async with asyncio.TaskGroup() as group:
-            deleting: list[asyncio.Task[None]] = []
+            watched = run_watch.keep_watched(context, every_s=settings.watch_every_s)
+            beside = [group.create_task(watched)]
             if not context.configuration.log.keep_for_replay:
-                deleting = [
+                beside += [
                     group.create_task(keep_trimmed(context, every_s=settings.trim_every_s)),
                     group.create_task(keep_swept(context, settings)),
                 ]
             await keep_audited(context, every_s=settings.audit_every_s)
             # Cut short: the sweep's first look at a long log takes minutes, and nothing is lost.
-            for task in deleting:
+            for task in beside:
                 task.cancel()
 
     await run_while_active(context, work)
@@ -59,6 +61,8 @@ async def keep_swept(context: Context, settings: AuditorSettings) -> None:
 
     async def sweep() -> None:
         swept = await blob_sweep.sweep()
+        for topic, size_bytes in blob_sweep.take_bytes().items():
+            telemetry.count("auditor.swept_bytes", size_bytes, topic=topic)
         telemetry.gauge("auditor.blobs_kept", swept.kept)
         telemetry.gauge("auditor.blob_bytes_kept", swept.kept_bytes)
         if swept.deleted:

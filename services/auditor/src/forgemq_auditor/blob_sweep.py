@@ -6,6 +6,7 @@ of aborted transactions count until they are trimmed, for a reader may read unco
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -16,7 +17,7 @@ from forgemq_bus.errors import LostBlobError
 from forgemq_bus.kept_records import read_from
 from forgemq_bus.log import Log, Place, Record
 from forgemq_bus.partitions import dead_letters_of, partitions_of
-from forgemq_bus.payloads import reference_of
+from forgemq_bus.payloads import reference_of, value_bytes
 from forgemq_contracts import topics
 from forgemq_contracts.run import RunConfiguration
 
@@ -64,6 +65,12 @@ class BlobSweep:
         self._clocks = clocks or Clocks()
         self._sweep: Sweep[Place] = Sweep(grace_s=grace_s)
         self._next: dict[Place, int] = {}
+        self._bytes: Counter[str] = Counter()
+
+    def take_bytes(self) -> dict[str, int]:
+        """By topic, the size of the values that were looked at since the last call."""
+        taken, self._bytes = self._bytes, Counter()
+        return dict(taken)
 
     async def sweep(self) -> Swept:
         """Look at the records that are new, then delete what is free.
@@ -103,6 +110,7 @@ class BlobSweep:
         ):
             for record in records:
                 self._add_reference(record)
+                self._bytes[record.topic] += value_bytes(record)
                 # If the round fails, the next one goes on from here.
                 positions[record.place] = record.offset + 1
         # Behind the last record of a partition there may be markers of transactions.

@@ -11,6 +11,10 @@ class AuditorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     audit_every_s: Annotated[
         float, Meta(gt=0, description="Between two looks for retired groups to audit.")
     ] = 30.0
+    watch_every_s: Annotated[
+        float,
+        Meta(gt=0, description="Between two looks at the run for its metrics, if any go out."),
+    ] = 10.0
     trim_every_s: Annotated[
         float, Meta(gt=0, description="Between two looks for records that nobody needs any more.")
     ] = 30.0

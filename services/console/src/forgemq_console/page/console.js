@@ -176,6 +176,9 @@ function head(state) {
   byId("progress").max = state.steps;
   byId("progress").value = state.steps_trained;
   text("elapsed", duration(state.now_ms - state.started_ms));
+  const stall = state.stall;
+  byId("stall").hidden = stall === null;
+  text("stall", stall === null ? "" : `Waits for ${stall.waits_for}, for ${duration(state.now_ms - stall.since_ms)} (${stall.reason.replaceAll("_", " ")}). ${stall.detail}`);
 }
 
 let lastKey = "";

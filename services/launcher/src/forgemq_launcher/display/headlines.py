@@ -4,12 +4,13 @@ from forgemq_run_view.state import RunState
 
 
 def headlines(before: RunState | None, after: RunState) -> list[str]:
-    """Lines about new steps, alarms, weights and evaluation rounds; [] for the first state."""
+    """Lines about new steps, alarms, stalls, weights and rounds; [] for the first state."""
     if before is None:
         return []
     return [
         *_steps(before, after),
         *_alarms(before, after),
+        *_stalls(before, after),
         *_weights(before, after),
         *_rounds(before, after),
     ]
@@ -32,6 +33,14 @@ def _alarms(before: RunState, after: RunState) -> list[str]:
         for each in after.alarms
         if (each.step, each.lineage, each.metric) not in known
     ]
+
+
+def _stalls(before: RunState, after: RunState) -> list[str]:
+    if after.stall is None:
+        return ["the run goes on"] if before.stall and not after.ended else []
+    if before.stall and before.stall.waits_for == after.stall.waits_for:
+        return []
+    return [f"STALLED: waits for {after.stall.waits_for}. {after.stall.detail}"]
 
 
 def _weights(before: RunState, after: RunState) -> list[str]:

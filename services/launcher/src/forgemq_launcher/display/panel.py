@@ -60,11 +60,21 @@ def line(state: RunState) -> str:
     point = state.versions[-1].tally if state.versions else None
     success = f"success {point.success:.2f} reward {point.reward:.2f} " if point else ""
     bound = max(queue.staleness_limit for queue in state.queues)
+    stalled = f" STALLED: waits for {waited_for(state)}" if state.stall else ""
     return (
         f"step {state.steps_trained}/{state.steps} {success}"
         f"tokens/s {state.tokens_per_s:.0f} staleness {state.staleness_max}/{bound} "
-        f"in flight {state.groups_open} saving {state.merge_ratio_per_request:.1f}x"
+        f"in flight {state.groups_open} saving {state.merge_ratio_per_request:.1f}x{stalled}"
     )
+
+
+def waited_for(state: RunState) -> str:
+    """What a stalled run waits for and since when; "" while the run goes on."""
+    stall = state.stall
+    if stall is None:
+        return ""
+    since = duration(max(0, state.now_ms - stall.since_ms) / 1000)
+    return f"{stall.waits_for}, for {since} ({stall.reason.replace('_', ' ')}). {stall.detail}"
 
 
 def duration(seconds: float) -> str:
@@ -88,6 +98,8 @@ def _rows(state: RunState, shown: PanelView) -> list[tuple[str, RenderableType]]
         *[("tokens a pass", Text(_acceptance(state))) for _ in state.acceptance[:1]],
         ("alarms", _alarms(state)),
     ]
+    if state.stall:
+        rows.append(("waits for", Text(waited_for(state), style="bold red")))
     rows += [(f"window {queue.domain}"[:20], _window(queue)) for queue in state.queues]
     rows += [
         ("groups", Text(_groups(state))),
