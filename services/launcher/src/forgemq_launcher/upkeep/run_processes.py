@@ -27,6 +27,7 @@ from forgemq_launcher.upkeep.gateway_status import says_training_ended
 from forgemq_launcher.upkeep.lane_upkeep import LaneUpkeep
 from forgemq_launcher.upkeep.machine import check_memory, held_port, listening_socket
 from forgemq_launcher.upkeep.named_engines import NamedEngines, check_lanes_unnamed, named_urls
+from forgemq_launcher.upkeep.scrape_targets import scrape_targets, write_targets
 from forgemq_launcher.upkeep.services import Addresses, has_tls, inference_spec, service_specs
 from forgemq_launcher.upkeep.supervisor import Note, ServiceSpec, ServiceStatus, Supervisor
 
@@ -164,6 +165,7 @@ class RunProcesses:
             gateways=settings.gateways,
             samples=setup.samples,
         )
+        self._write_targets()
         self._note(
             f"starting {len(self._specs)} services; gateway: {addresses.gateway_url}, "
             f"page: {addresses.console_url}"
@@ -184,9 +186,14 @@ class RunProcesses:
             note=self._note,
         )
 
+    def _write_targets(self) -> None:
+        """Say where the metrics of the run are, if the environment asks for Prometheus."""
+        targets = scrape_targets(self._specs, run=self._setup.configuration.run)
+        write_targets(self._setup.folder / "scrape_targets.json", targets)
+
     def _inference_spec(self, lane: int, engine_url: str, prefill_url: str) -> ServiceSpec:
         setup = self._setup
-        return inference_spec(
+        spec = inference_spec(
             setup.configuration,
             folder=setup.folder,
             kafka=self.connection.bootstrap,
@@ -195,6 +202,9 @@ class RunProcesses:
             engine_url=engine_url,
             prefill_url=prefill_url,
         )
+        self._specs = (*(each for each in self._specs if each.lane != lane), spec)
+        self._write_targets()
+        return spec
 
     def _added_engines(self, lane: int) -> LaneServers:
         """The engines of a lane that is added; not started.

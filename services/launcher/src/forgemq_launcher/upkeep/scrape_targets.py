@@ -1,0 +1,58 @@
+"""The file by which Prometheus finds the processes of a run, in its form for `file_sd_configs`."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Struct
+
+from forgemq_launcher.upkeep.supervisor import ServiceSpec
+from forgemq_settings.environment import parse
+from forgemq_telemetry.ports import metrics_port
+from forgemq_telemetry.settings import TelemetrySettings
+
+_ENGINES = ("FORGEMQ_INFERENCE_ENGINE_URL", "FORGEMQ_INFERENCE_PREFILL_URL")
+
+
+class ScrapeTargets(Struct, frozen=True):
+    """Addresses that share their labels."""
+
+    targets: tuple[str, ...]
+    labels: dict[str, str]
+
+
+def scrape_targets(specs: Iterable[ServiceSpec], *, run: str) -> tuple[ScrapeTargets, ...]:
+    """One for each process that serves metrics, engines with `job` engine; () if none does.
+
+    A process with port 0 is left out: it chooses its port when it starts.
+
+    Raises:
+        SettingsError: a setting of the exporter is wrong.
+    """
+    found = []
+    for spec in specs:
+        settings = parse(TelemetrySettings, prefix="FORGEMQ_TELEMETRY_", environ=spec.environ)
+        if settings.exporter != "prometheus":
+            continue
+        service = spec.name.split("-")[0]
+        port = metrics_port(service, settings)
+        lane = {} if spec.lane is None else {"lane": str(spec.lane)}
+        if port:
+            labels = {"job": service, "process": spec.name, "run": run, **lane}
+            found.append(ScrapeTargets((f"{settings.host}:{port}",), labels))
+        for name in _ENGINES:
+            if url := spec.environ.get(name):
+                labels = {"job": "engine", "run": run, **lane}
+                found.append(ScrapeTargets((urlsplit(url).netloc,), labels))
+    return tuple(found)
+
+
+def write_targets(path: Path, targets: tuple[ScrapeTargets, ...]) -> None:
+    """Write the file whole, for Prometheus may read it at any moment; no targets: no file."""
+    if not targets:
+        path.unlink(missing_ok=True)
+        return
+    draft = path.with_suffix(".draft")
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(targets), indent=2) + b"\n")
+    draft.replace(path)

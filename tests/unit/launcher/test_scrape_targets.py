@@ -1,0 +1,59 @@
+"""Prometheus finds every process of a run in a file of its folder."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forgemq_launcher.run_folder import RunFolder
+from forgemq_launcher.upkeep.scrape_targets import scrape_targets, write_targets
+from forgemq_launcher.upkeep.services import service_specs
+from tests.unit.launcher.test_services import ADDRESSES, PLAYED, configuration
+
+TWO_LANES = msgspec.structs.replace(
+    ADDRESSES,
+    engine_urls=("http://127.0.0.1:30000", "http://other:31000"),
+    prefill_urls=("", "http://other:31001"),
+)
+
+
+def targets_of(folder: Path, **environ: str):
+    specs = service_specs(
+        configuration(PLAYED),
+        folder=RunFolder(folder),
+        addresses=TWO_LANES,
+        environ={f"FORGEMQ_TELEMETRY_{name}": value for name, value in environ.items()},
+        gateways=2,
+    )
+    return scrape_targets(specs, run="desk-1")
+
+
+def test_each_process_is_there_once_with_its_port_job_run_and_lane(tmp_path: Path):
+    found = {each.targets[0]: each.labels for each in targets_of(tmp_path, EXPORTER="prometheus")}
+    assert sorted(found) == sorted(
+        [f"127.0.0.1:{port}" for port in (9620, 9630, 9640, 9650, 9651, 9660, 9670, 9680, 9690)]
+        + ["127.0.0.1:9700", "127.0.0.1:9701"]
+        + ["127.0.0.1:30000", "other:31000", "other:31001"]
+    )
+    assert found["127.0.0.1:9651"] == {"job": "gateway", "process": "gateway-1", "run": "desk-1"}
+    assert found["other:31001"] == {"job": "engine", "run": "desk-1", "lane": "1"}
+    assert found["127.0.0.1:9700"]["lane"] == "0"
+
+
+def test_a_second_run_has_its_own_ports_and_processes_that_choose_theirs_are_left_out(
+    tmp_path: Path,
+):
+    moved = targets_of(tmp_path, EXPORTER="prometheus", PORT_BASE="9800", HOST="0.0.0.0")
+    assert "0.0.0.0:9880" in {each.targets[0] for each in moved}
+    chosen = targets_of(tmp_path, EXPORTER="prometheus", PORT="0")
+    assert {each.labels["job"] for each in chosen} == {"engine"}
+
+
+@pytest.mark.parametrize("exporter", ["none", "otlp"])
+def test_a_run_that_nobody_scrapes_has_no_file(tmp_path: Path, exporter: str):
+    path = tmp_path / "scrape_targets.json"
+    write_targets(path, targets_of(tmp_path, EXPORTER="prometheus"))
+    assert len(json.loads(path.read_text())) == 14
+    write_targets(path, targets_of(tmp_path, EXPORTER=exporter))
+    assert not path.exists()
