@@ -64,7 +64,7 @@ def test_a_stall_is_a_row_of_the_panel_a_part_of_the_line_and_a_headline_once() 
     stalled = msgspec.structs.replace(going_on, stall=STALL)
     assert "waits for" not in _text(panel(going_on, SHOWN)) + line(going_on)
     told = "merger, for 0:00:15 (service silent). The merger writes nothing"
-    assert told in " ".join(_text(panel(stalled, SHOWN)).replace("│", " ").split())
+    assert told in " ".join(_text(panel(stalled, SHOWN)).replace("\u2502", " ").split())
     assert told in line(stalled)
     [headline] = headlines(going_on, stalled)
     assert headline.startswith("STALLED: waits for merger. The merger")

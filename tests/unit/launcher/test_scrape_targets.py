@@ -52,8 +52,10 @@ def test_a_second_run_has_its_own_ports_and_processes_that_choose_theirs_are_lef
 
 @pytest.mark.parametrize("exporter", ["none", "otlp"])
 def test_a_run_that_nobody_scrapes_has_no_file(tmp_path: Path, exporter: str):
-    path = tmp_path / "scrape_targets.json"
+    path = RunFolder(tmp_path / "runs" / "desk-1").targets_path
+    path.parent.parent.mkdir()
     write_targets(path, targets_of(tmp_path, EXPORTER="prometheus"))
     assert len(json.loads(path.read_text())) == 14
     write_targets(path, targets_of(tmp_path, EXPORTER=exporter))
     assert not path.exists()
+    assert path == tmp_path / "runs" / "scrape_targets" / "desk-1.json"

@@ -1,6 +1,6 @@
 """A run in virtual time around the real scheduler core, parts of which can be stopped.
 
-Time goes in steps of four seconds: a lane that is silent for so long is alive. Each part does what
+Time goes in steps of four seconds: a lane may be silent that long. Each part does what
 is due and writes records, as the services would; a part that is stopped does nothing, and the
 others wait for it as they would.
 """

@@ -19,7 +19,7 @@ from forgemq_run_view.watch_book import WatchBook
 from forgemq_run_view.watched import WatchedGroup
 
 CONFIRMED_AFTER_MS = 30_000
-"""A stall is named once it was seen for so long: a reader that catches up sees old gaps as new."""
+"""A stall is named once it was seen this long: a reader that catches up sees old gaps as new."""
 _WRITERS = {
     "reward": (topics.GRADED_EPISODES, topics.SCORED_GROUPS),
     "merger": (topics.MERGED_GROUPS,),
@@ -33,7 +33,7 @@ class Patience(Struct, frozen=True, kw_only=True):
     Attributes:
         lanes_s: Without a lane that may sample: an engine on a CPU starts in 1 to 3 minutes.
         service_s: Reward, merger or scheduler with work before them; graders have their own limit.
-        group_s: Without a sign of life of a group that is played.
+        group_s: Without a completion or an end of a group that is played.
         start_s: Until the first lane reports, or a step is trained.
     """
 
@@ -247,7 +247,7 @@ class StallWatch:
         )
 
     def _silence_ms(self) -> float:
-        """Longest time without a sign of life of a group that is nothing unusual."""
+        """Longest time without a completion or an end of a group that is nothing unusual."""
         deadline_s = self._configuration.episodes.request_deadline_s
         return self._book.silences.limit_ms(1000 * max(self._patience.group_s, deadline_s))
 
@@ -261,7 +261,7 @@ class StallWatch:
             f"group {head.group_id}",
             since_ms=head.heard_ms,
             limit_ms=self._silence_ms(),
-            detail=f"The next step lacks the head of {queue.domain}, which gives no sign of life: "
+            detail=f"The next step lacks the head of {queue.domain}, of which nothing comes: "
             f"{len(head.finished)} of {head.group_size} episodes ended.",
         )
 
@@ -295,7 +295,7 @@ class StallWatch:
         )
 
     def _player_waits(self, now_ms: int) -> list[Wait]:
-        """Of several groups that are played none gives a sign of life; [] if one does."""
+        """Of several groups that are played nothing comes; [] if something does."""
         playing = [group for group in self._book.groups.values() if group.is_playing]
         newest_ms = max((group.heard_ms for group in playing), default=now_ms)
         if len(playing) < 2 or now_ms - newest_ms <= self._silence_ms():

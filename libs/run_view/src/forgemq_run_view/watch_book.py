@@ -32,8 +32,8 @@ class WatchBook:
         self.lanes = LaneLiveness()
         self.busy: dict[int, int] = {}  # Requests that a lane has, running or queued.
         self.served_ms = 0  # When some lane last said that it serves.
-        self.sign_ms = 0  # When some group last gave a sign of life,
-        self.evaluated_ms = 0  # and when one that measures the policy did.
+        self.sign_ms = 0  # When a completion or an end last came of any group,
+        self.evaluated_ms = 0  # and of one that measures the policy.
         self.scheduled: dict[int, int] = {}  # When each step that is not trained was scheduled.
         self.steps_scheduled = 0
         self.trained: WeightsId = (0, 0)  # The newest lineage, and steps trained in it.

@@ -72,7 +72,7 @@ class WatchedGroup:
 
     @property
     def heard_ms(self) -> int:
-        """The newest sign of life; its admission if there is none."""
+        """When something last came of it; its admission before that."""
         return max(self.admitted_ms, self.sign_ms)
 
     def hear(self, at_ms: int) -> None:

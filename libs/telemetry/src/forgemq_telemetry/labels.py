@@ -1,4 +1,4 @@
-"""The labels of each metric that the code gives; whoever scrapes it adds others."""
+"""The labels of each metric that the code gives; a scrape adds others."""
 
 LABELS: dict[str, tuple[str, ...]] = {
     "auditor.checks": ("guarantee",),

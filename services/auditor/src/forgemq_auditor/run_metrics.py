@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import get_args
 
-from forgemq_run_view.state import QueueState, RunState, StallReason
+from forgemq_run_view.state import Position, QueueState, RunState, StallReason
 from forgemq_telemetry.telemetry import Telemetry
 
-_SHOWN = ("playing", "complete", "ready", "scheduled")
+_SHOWN: tuple[Position, ...] = ("playing", "complete", "ready", "scheduled")
 
 
 def export_state(state: RunState, telemetry: Telemetry) -> None:

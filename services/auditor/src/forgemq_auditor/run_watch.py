@@ -19,6 +19,7 @@ from forgemq_bus.partitions import partitions_of
 from forgemq_contracts.run import StartedRun
 from forgemq_contracts.topics import Topic
 from forgemq_run_view import view
+from forgemq_run_view.report import GuaranteeVerdict
 from forgemq_run_view.view import RunView
 from forgemq_shell.clock import now_ms
 from forgemq_shell.service import Context
@@ -79,13 +80,13 @@ class RunWatch:
                     self._next[record.place] = record.offset + 1
         self._next |= ends
 
-    def confirmed(self, verdicts: tuple[guarantees.GuaranteeVerdict, ...]) -> dict[str, int]:
+    def confirmed(self, verdicts: tuple[GuaranteeVerdict, ...]) -> dict[str, int]:
         """Violations of each guarantee that the verdicts before had too.
 
         The ends of two topics are not of one moment, so a record may be there whose cause is read
         in the next round.
         """
-        counted = {verdict.name: len(verdict.violations) for verdict in verdicts}
+        counted: dict[str, int] = {each.name: len(each.violations) for each in verdicts}
         before, self._counted = self._counted, counted
         return {name: min(count, before.get(name, 0)) for name, count in counted.items()}
 

@@ -109,6 +109,11 @@ class RunFolder:
         """The console's key: the first line of the file, which is made once."""
         return _kept_key(self.console_key_path)
 
+    @property
+    def targets_path(self) -> Path:
+        """File by which Prometheus finds the run while it is up, beside those of other runs."""
+        return self.path.parent / "scrape_targets" / f"{self.run}.json"
+
     def gateway_port(self) -> int:
         """The gateway's port at the run's newest start; 0 if there was none."""
         path = self.path / "gateway.port"

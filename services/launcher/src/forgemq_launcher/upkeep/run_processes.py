@@ -189,7 +189,7 @@ class RunProcesses:
     def _write_targets(self) -> None:
         """Say where the metrics of the run are, if the environment asks for Prometheus."""
         targets = scrape_targets(self._specs, run=self._setup.configuration.run)
-        write_targets(self._setup.folder / "scrape_targets.json", targets)
+        write_targets(self._setup.folder.targets_path, targets)
 
     def _inference_spec(self, lane: int, engine_url: str, prefill_url: str) -> ServiceSpec:
         setup = self._setup
@@ -280,6 +280,7 @@ class RunProcesses:
         # At the same time: the gateway asks again for what an engine was generating, next start.
         engines = [self._engines.stop()] if self._engines is not None else []
         await asyncio.gather(self._supervisor.stop(), *engines)
+        write_targets(self._setup.folder.targets_path, ())  # What has ended is not missed.
         for listener in (*self._listeners, *self._engine_ports):
             listener.close()
 

@@ -53,6 +53,7 @@ def write_targets(path: Path, targets: tuple[ScrapeTargets, ...]) -> None:
     if not targets:
         path.unlink(missing_ok=True)
         return
+    path.parent.mkdir(exist_ok=True)
     draft = path.with_suffix(".draft")
     draft.write_bytes(msgspec.json.format(msgspec.json.encode(targets), indent=2) + b"\n")
     draft.replace(path)

@@ -1,0 +1,262 @@
+"""Dashboards and alerts name metrics that exist, are valid, and each alert has its runbook."""
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from forgemq_telemetry.catalogue import COUNTERS, GAUGES, HISTOGRAMS
+from forgemq_telemetry.exporters import exporter_of
+from forgemq_telemetry.labels import LABELS
+from forgemq_telemetry.ports import OFFSETS, metrics_port
+from forgemq_telemetry.settings import TelemetrySettings
+from tests.dashboards import DASHBOARDS, HOW_TO_GET_PROMETHEUS, OBSERVABILITY, ROOT, queries
+
+ALERTS = yaml.safe_load((OBSERVABILITY / "alerts.yml").read_text(encoding="utf-8"))
+RULES = [rule for group in ALERTS["groups"] for rule in group["rules"]]
+ALERT_TESTS = yaml.safe_load((OBSERVABILITY / "alerts.test.yml").read_text(encoding="utf-8"))
+RUNBOOK = ROOT / "docs" / "runbook.md"
+EXPRESSIONS = [
+    *((f"{each.dashboard}: {each.panel}", each.expression) for each in queries()),
+    *((rule["alert"], rule["expr"]) for rule in RULES),
+]
+
+SCRAPED_LABELS = {"job", "instance", "run", "process", "lane"}
+"""Of the launcher's file of targets."""
+SGLANG_LABELS = {"engine_type", "model_name", "moe_ep_rank", "pp_rank", "tp_rank"}
+OF_PROMETHEUS = {"up": frozenset[str]()}
+KEYWORDS = {"by", "on", "ignoring", "group_left", "group_right", "and", "or", "offset", "without"}
+IDENTIFIER = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+SELECTOR = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)\{([^}]*)\}")
+GROUPING = re.compile(r"\b(?:by|on|ignoring|group_left|group_right|without) \(([^)]*)\)")
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason=HOW_TO_GET_PROMETHEUS)
+
+
+@cache
+def exported() -> dict[str, frozenset[str]]:
+    """Labels of each series that Prometheus gets, by its name there; from a real scrape."""
+    exporter = exporter_of(
+        TelemetrySettings(exporter="prometheus", port=0), service="merger", resource={}
+    )
+    assert exporter is not None
+    for name in COUNTERS:
+        exporter.count(name, 1, dict.fromkeys(LABELS.get(name, ()), "x"))
+    for name in GAUGES:
+        exporter.gauge(name, 1, dict.fromkeys(LABELS.get(name, ()), "x"))
+    for name in HISTOGRAMS:
+        exporter.observe(name, 1, dict.fromkeys(LABELS.get(name, ()), "x"))
+    with urllib.request.urlopen(exporter.address, timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    exporter.close()
+    return {
+        match[1]: frozenset(re.findall(r'([a-z_]+)="', match[2]))
+        for line in lines
+        if (match := SELECTOR.match(line))
+    }
+
+
+@cache
+def sglang() -> dict[str, frozenset[str]]:
+    """Labels of each series of SGLang that the list names."""
+    found = {}
+    for line in (OBSERVABILITY / "sglang_metrics.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        name, kind = line.split()
+        found[name] = frozenset(SGLANG_LABELS)
+        if kind == "histogram":
+            found[f"{name}_bucket"] = frozenset(SGLANG_LABELS | {"le"})
+            found |= {f"{name}_{part}": frozenset(SGLANG_LABELS) for part in ("sum", "count")}
+    return found
+
+
+def known() -> dict[str, frozenset[str]]:
+    return exported() | sglang() | OF_PROMETHEUS
+
+
+def bare(expression: str) -> str:
+    """The expression without texts, durations, selectors' labels and groupings."""
+    plain = re.sub(r'"[^"]*"', "", expression)
+    plain = re.sub(r"\{[^}]*\}", "", GROUPING.sub("", plain))
+    return re.sub(r"\[[^]]*\]|\boffset \w+", "", plain)
+
+
+def metrics_in(expression: str) -> set[str]:
+    """Names of series: what is no keyword, and is not called."""
+    text = bare(expression)
+    return {
+        match[0]
+        for match in IDENTIFIER.finditer(text)
+        if match[0] not in KEYWORDS and not text[match.end() :].lstrip().startswith("(")
+    }
+
+
+def labels_in(expression: str) -> set[str]:
+    matched = " ".join(labels for _, labels in SELECTOR.findall(expression))
+    named = set(re.findall(r"([a-z_]+)\s*[=!]", matched))
+    grouped = ",".join(GROUPING.findall(expression))
+    return named | {label.strip() for label in grouped.split(",") if label.strip()}
+
+
+def test_names_are_found_in_an_expression_and_nothing_else_is():
+    expression = (
+        'histogram_quantile(0.9, sum by (le, job) (rate(a_bucket{run=~".*", b!="x y"}[5m]))) '
+        "> (c:d offset 10m or 0 * on (run) group_left () e)"
+    )
+    assert metrics_in(expression) == {"a_bucket", "c:d", "e"}
+    assert labels_in(expression) == {"le", "job", "run", "b"}
+
+
+@pytest.mark.parametrize(("where", "expression"), EXPRESSIONS)
+def test_every_metric_and_label_of_a_query_exists(where: str, expression: str):
+    names = metrics_in(expression)
+    assert names, where
+    assert names - set(known()) == set(), where
+    having = SCRAPED_LABELS.union(*(known()[name] for name in names))
+    assert labels_in(expression) - having == set(), where
+
+
+def test_what_a_legend_shows_is_a_label_that_its_query_keeps():
+    for each in queries():
+        shown = set(re.findall(r"\{\{(\w+)\}\}", each.legend))
+        kept = SCRAPED_LABELS.union(*(known()[name] for name in metrics_in(each.expression)))
+        grouped = re.match(r"(?:sum|max) by \(([^)]*)\)", each.expression)
+        if grouped:
+            kept = {label.strip() for label in grouped[1].split(",")}
+        assert shown <= kept, each
+
+
+def test_the_listed_metrics_of_sglang_are_in_its_source():
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent / "srt" / "observability"
+    source = (folder / "metrics_collector.py").read_text(encoding="utf-8")
+    named = set(re.findall(r'name="(sglang:[a-z0-9_]+)"', source))
+    listed = {name for name in sglang() if not name.endswith(("_bucket", "_sum", "_count"))}
+    assert listed
+    assert listed - named == set()
+
+
+def test_what_is_listed_of_sglang_is_shown():
+    shown = set().union(*(metrics_in(each.expression) for each in queries()))
+    stems = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown if ":" in name}
+    listed = {name for name in sglang() if not name.endswith(("_bucket", "_sum", "_count"))}
+    assert stems == listed
+
+
+@needs_promtool
+def test_every_query_is_valid_promql(tmp_path: Path):
+    rules = [
+        {"record": f"query:{number}", "expr": each.expression}
+        for number, each in enumerate(queries())
+    ]
+    path = tmp_path / "queries.yml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
+    assert_promtool("check", "rules", str(path), says=f"{len(rules)} rules found")
+    path.write_text(path.read_text().replace("sum by", "sum bye", 1))
+    assert subprocess.run(["promtool", "check", "rules", str(path)], check=False).returncode
+
+
+@needs_promtool
+def test_the_configuration_and_the_alerts_are_valid():
+    config = str(OBSERVABILITY / "prometheus.yml")
+    assert_promtool("check", "config", config, says="1 rule files found")
+    assert_promtool(
+        "check", "rules", str(OBSERVABILITY / "alerts.yml"), says=f"{len(RULES)} rules found"
+    )
+
+
+@needs_promtool
+def test_each_alert_fires_for_series_that_are_wrong_and_is_silent_for_others():
+    assert_promtool("test", "rules", str(OBSERVABILITY / "alerts.test.yml"), says="SUCCESS")
+
+
+def test_each_alert_has_a_case_that_fires_it_and_one_that_does_not():
+    cases = [case for test in ALERT_TESTS["tests"] for case in test["alert_rule_test"]]
+    firing = {case["alertname"] for case in cases if case["exp_alerts"]}
+    silent = {case["alertname"] for case in cases if not case["exp_alerts"]}
+    assert firing == silent == {rule["alert"] for rule in RULES}
+
+
+def assert_promtool(*arguments: str, says: str) -> None:
+    done = subprocess.run(
+        ["promtool", *arguments], capture_output=True, text=True, check=False, timeout=50
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert says in done.stdout + done.stderr
+
+
+def runbook_entries() -> Iterator[tuple[str, str]]:
+    """Headings of the runbook's entries and what is below each."""
+    parts = re.split(r"^## (\w+)\n", RUNBOOK.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return zip(parts[1::2], parts[2::2], strict=True)
+
+
+def test_each_alert_names_its_entry_of_the_runbook_and_no_entry_is_left_over():
+    anchors = {f"docs/runbook.md#{heading.lower()}" for heading, _ in runbook_entries()}
+    named = {rule["annotations"]["runbook"] for rule in RULES}
+    assert len(named) == len(RULES)
+    assert anchors == named
+    for rule in RULES:
+        assert rule["annotations"]["runbook"].endswith(f"#{rule['alert'].lower()}")
+        assert rule["annotations"]["summary"].endswith(".")
+        assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def test_each_entry_of_the_runbook_has_symptom_cause_a_look_and_a_mend():
+    for heading, text in runbook_entries():
+        rows = re.findall(r"^- \*\*(Symptom|Cause|Look|Mend)\*\*: \S", text, flags=re.MULTILINE)
+        assert rows == ["Symptom", "Cause", "Look", "Mend"], heading
+        look = text.split("**Look**")[1].split("**Mend**")[0]
+        assert "`" in look, f"{heading}: no command to look with"
+        assert "`" in text.split("**Mend**")[1], f"{heading}: no command to mend it"
+
+
+def test_dashboards_have_unique_ids_and_panels_and_ask_the_provisioned_source():
+    sources = yaml.safe_load(
+        (OBSERVABILITY / "grafana/provisioning/datasources/prometheus.yml").read_text()
+    )
+    [source] = sources["datasources"]
+    uids = set()
+    for path in DASHBOARDS:
+        dashboard = json.loads(path.read_text(encoding="utf-8"))
+        uids.add(dashboard["uid"])
+        titles = [panel["title"] for panel in dashboard["panels"]]
+        assert len(set(titles)) == len(titles)
+        for panel in dashboard["panels"]:
+            assert panel["datasource"]["uid"] == source["uid"]
+            assert panel["description"].endswith(".")
+    assert uids == {"forgemq-run", "forgemq-log", "forgemq-engines"}
+
+
+def test_the_example_of_targets_has_the_port_of_every_service():
+    targets = json.loads((OBSERVABILITY / "example_targets.json").read_text(encoding="utf-8"))
+    ports = {
+        each["labels"]["job"]: int(each["targets"][0].split(":")[1])
+        for each in targets
+        if each["labels"]["job"] != "engine"
+    }
+    assert ports == {service: metrics_port(service, TelemetrySettings()) for service in OFFSETS}
+
+
+def test_the_collector_takes_what_services_push_and_gives_prometheus_the_labels_of_a_scrape():
+    collector = yaml.safe_load((OBSERVABILITY / "collector.yml").read_text(encoding="utf-8"))
+    endpoint = collector["receivers"]["otlp"]["protocols"]["http"]["endpoint"]
+    assert f"http://{endpoint}" == TelemetrySettings().endpoint
+    pipelines = collector["service"]["pipelines"]
+    assert sorted(pipelines) == ["metrics", "traces"]
+    for pipeline in pipelines.values():
+        for part in ("receivers", "processors", "exporters"):
+            assert set(pipeline[part]) <= set(collector[part])
+    [statements] = collector["processors"]["transform/labels"]["metric_statements"]
+    set_labels = set(re.findall(r'set\(attributes\["(\w+)"\]', " ".join(statements["statements"])))
+    assert set_labels == {"job", "run", "process"}
