@@ -31,7 +31,7 @@ EXPRESSIONS = [
 
 SCRAPED_LABELS = {"job", "instance", "run", "process", "lane"}
 """Of the launcher's file of targets."""
-SGLANG_LABELS = {"engine_type", "model_name", "moe_ep_rank", "pp_rank", "tp_rank"}
+SGLANG_LABELS = {"engine_type", "model_name"}
 OF_PROMETHEUS = {"up": frozenset[str]()}
 KEYWORDS = {"by", "on", "ignoring", "group_left", "group_right", "and", "or", "offset", "without"}
 IDENTIFIER = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
@@ -70,7 +70,7 @@ def sglang() -> dict[str, frozenset[str]]:
     for line in (OBSERVABILITY / "sglang_metrics.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             continue
-        name, kind = line.split()
+        name, kind = line.replace(":", "_").split()
         found[name] = frozenset(SGLANG_LABELS)
         if kind == "histogram":
             found[f"{name}_bucket"] = frozenset(SGLANG_LABELS | {"le"})
@@ -141,14 +141,20 @@ def test_the_listed_metrics_of_sglang_are_in_its_source():
     folder = Path(spec.origin).parent / "srt" / "observability"
     source = (folder / "metrics_collector.py").read_text(encoding="utf-8")
     named = set(re.findall(r'name="(sglang:[a-z0-9_]+)"', source))
-    listed = {name for name in sglang() if not name.endswith(("_bucket", "_sum", "_count"))}
-    assert listed
+    listed = set(
+        re.findall(
+            r"^(sglang:\S+)", (OBSERVABILITY / "sglang_metrics.txt").read_text(), re.MULTILINE
+        )
+    )
+    assert len(listed) == 9
     assert listed - named == set()
 
 
 def test_what_is_listed_of_sglang_is_shown():
     shown = set().union(*(metrics_in(each.expression) for each in queries()))
-    stems = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown if ":" in name}
+    stems = {
+        re.sub(r"_(bucket|sum|count)$", "", name) for name in shown if name.startswith("sglang")
+    }
     listed = {name for name in sglang() if not name.endswith(("_bucket", "_sum", "_count"))}
     assert stems == listed
 
@@ -257,6 +263,9 @@ def test_the_collector_takes_what_services_push_and_gives_prometheus_the_labels_
     for pipeline in pipelines.values():
         for part in ("receivers", "processors", "exporters"):
             assert set(pipeline[part]) <= set(collector[part])
-    [statements] = collector["processors"]["transform/labels"]["metric_statements"]
-    set_labels = set(re.findall(r'set\(attributes\["(\w+)"\]', " ".join(statements["statements"])))
-    assert set_labels == {"job", "run", "process"}
+    parts = collector["processors"]["transform/labels"]["metric_statements"]
+    statements = {part["context"]: part["statements"] for part in parts}
+    labels = re.findall(r'set\(attributes\["(\w+)"\]', " ".join(statements["datapoint"]))
+    assert sorted(labels) == ["process", "run"]
+    # The exporter's `job` is namespace/name, so the namespace goes.
+    assert statements["resource"] == ['delete_key(attributes, "service.namespace")']

@@ -36,7 +36,6 @@ EMPTY = {
     ("log", "Bad records"): "every record decodes",
     ("log", "Refused requests"): "the demo's agents ask for nothing that is refused",
     ("engines", "Acceptance"): "the demo does not speculate",
-    ("engines", "SGLang: speculation"): "the demo does not speculate",
     ("engines", "Failures"): "no engine and no fast path fails",
 }
 JOBS = {
