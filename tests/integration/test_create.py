@@ -78,3 +78,17 @@ def test_the_file_for_the_agents_names_the_same_run(create, environ, tmp_path):
         run_tool(["resolve", str(DEMO), "--to", str(target)], environ=given, console=console) == 0
     )
     assert json.loads(target.read_text())["run"] == "by-hand"
+
+
+def test_a_run_that_is_announced_already_is_announced_again_only_if_it_changed(
+    create, environ, new_run_id
+):
+    """A pod creates its run at every start; services that restart later read the newest record."""
+    given = new_run_id()
+    create("trainer.steps=7", run_id=given)
+    first = announced(environ, given)
+    create("trainer.steps=7", run_id=given)
+    assert announced(environ, given) == first
+    create("trainer.steps=8", run_id=given)
+    assert announced(environ, given).configuration.trainer.steps == 8
+    assert announced(environ, given).started_ms > first.started_ms

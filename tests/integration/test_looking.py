@@ -12,10 +12,11 @@ from rich.console import Console
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.kafka_removal import RunOnBroker, kafka_removal
+from forgemq_bus.kept_records import message_of, read_all
 from forgemq_bus.log import Emit, Place
 from forgemq_contracts.messages import Output
 from forgemq_contracts.run import EndedRun
-from forgemq_contracts.topics import RETIRED_GROUPS
+from forgemq_contracts.topics import ENDED_RUNS, RETIRED_GROUPS
 from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.records.run_topics import create_topics, write_end, write_start
 from forgemq_launcher.run_folder import RunFolder
@@ -227,3 +228,39 @@ def test_a_run_whose_services_are_up_on_the_broker_is_not_deleted(
     assert status == 2
     assert f"{run_id}.reward have members; stop its services first" in printed
     assert tool("audit", run_id)[0] == 0
+
+
+def test_a_run_that_is_played_is_ended_once_and_reported_each_time(
+    put, tool, run_id, kafka_bootstrap, tmp_path
+):
+    """The first of two pods ends it, after a start that follows an earlier end."""
+    put()
+    blobs, connection = str(tmp_path / "blobs"), KafkaConnection(bootstrap=kafka_bootstrap)
+    resumed = msgspec.structs.replace(started(run=run_id), blobs=blobs, started_ms=70_000)
+    asyncio.run(write_start(connection, resumed))
+    arguments = ("end", run_id, "--to", str(tmp_path / "report"))
+    printed = [tool(*arguments) for _ in range(2)]
+    assert [status for status, _ in printed] == [0, 0]
+    assert [f"waiting until run {run_id} is played" in text for _, text in printed] == [True, False]
+
+    async def ends() -> list[EndedRun]:
+        log = KafkaLog(connection, run=run_id)
+        found = [Place(ENDED_RUNS.name, 0)]
+        try:
+            written = [
+                message_of(record).record
+                async for records in read_all(log, found)
+                for record in records
+            ]
+        finally:
+            await log.close()
+        return [each for each in written if isinstance(each, EndedRun) and each.run == run_id]
+
+    _, ended = asyncio.run(ends())
+    assert ended.reason == "completed"
+    assert {each.name: each.value for each in ended.results if each.name.startswith("G")} == (
+        dict.fromkeys(("G1", "G2", "G3", "G4", "G5"), 1.0)
+    )
+    report = json.loads((tmp_path / "report" / "report.json").read_bytes())
+    assert (report["run"], report["reason"], report["steps"]) == (run_id, "completed", 3)
+    assert len((tmp_path / "report" / "curves.jsonl").read_text().splitlines()) == 3

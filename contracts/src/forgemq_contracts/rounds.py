@@ -1,9 +1,11 @@
-"""The held-out round of the base model, on which agents and trainer have to agree."""
+"""The held-out rounds at a run's start and end, on which its processes have to agree."""
 
 from forgemq_contracts.run import RunConfiguration, played_queues
 
 START_ROUND = "start"
-"""Its name begins so: version 1 is published once it is played."""
+"""The base model's; its name begins so: version 1 is published once it is played."""
+END_ROUND = "end"
+"""That of the last weights; its name begins so: a run is over once it is played."""
 
 
 def start_round_groups(configuration: RunConfiguration) -> int:
@@ -11,3 +13,8 @@ def start_round_groups(configuration: RunConfiguration) -> int:
     evaluation = configuration.evaluation
     ways = int(evaluation.sampled) + int(evaluation.greedy)
     return len(played_queues(configuration)) * evaluation.tasks * ways
+
+
+def end_round_groups(configuration: RunConfiguration) -> int:
+    """Groups of the round of the last weights, which plays what that of the base model did."""
+    return start_round_groups(configuration)

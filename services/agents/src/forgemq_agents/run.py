@@ -14,7 +14,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from forgemq_agents.core.schedule import (
-    END,
     JUDGED,
     EvaluationGroup,
     evaluation_groups,
@@ -26,7 +25,7 @@ from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.groups import Groups
 from forgemq_agents.supply import Supply
 from forgemq_agents.task_choice import TaskChoice
-from forgemq_contracts.rounds import START_ROUND
+from forgemq_contracts.rounds import END_ROUND, START_ROUND
 from forgemq_contracts.run import Queue, RunConfiguration, supplied_queues
 from forgemq_telemetry.telemetry import Telemetry
 
@@ -61,7 +60,7 @@ class AgentRun:
                 start = tasks.create_task(self._play_round(START_ROUND))
             if not status.training_ended:
                 await self._play_training(start)
-        await self._play_round(END)
+        await self._play_round(END_ROUND)
         self._telemetry.event("played", run=self._configuration.run)
 
     async def judge(self, *, samples: int) -> None:

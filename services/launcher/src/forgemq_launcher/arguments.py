@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from forgemq_launcher.upkeep.cluster import Workload, workload_of
 from forgemq_launcher.upkeep.services import TRANSFORMS
 
 SAMPLES_MAX = 4096
@@ -120,6 +121,7 @@ def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     report.add_argument(
         "--to", type=Path, metavar="FOLDER", help="default: the run's folder, else RUN-report"
     )
+    _add_end(commands)
     delete = commands.add_parser(
         "delete",
         help="remove a run that is down: topics, consumer groups, blobs, weights, its folder",
@@ -131,6 +133,32 @@ def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     _add_lanes(commands)
     dlq = commands.add_parser("dlq", help="list records that did not decode")
     dlq.add_argument("run", metavar="RUN")
+
+
+def _add_end(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    end = commands.add_parser(
+        "end",
+        help="wait until a run without a launcher is played, then write its end and its report",
+        description="For a run whose services a cluster or a person keeps up. Exit status: 0 every "
+        "guarantee held, 1 one did not, 2 refused, 130 stopped by a signal.",
+    )
+    end.add_argument("run", metavar="RUN")
+    end.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="for the report")
+    end.add_argument(
+        "--release",
+        type=_workloads,
+        default=(),
+        metavar="KIND/NAME,...",
+        help="in a pod: give up the pods of these deployments, statefulsets and scaledobjects of "
+        "its namespace once the run is played, and stay until a signal",
+    )
+
+
+def _workloads(text: str) -> tuple[Workload, ...]:
+    try:
+        return tuple(map(workload_of, text.split(",")))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -122,7 +122,7 @@ def _new_head(options: argparse.Namespace, *, console: Console) -> int:
 def _look(
     options: argparse.Namespace, *, environ: Mapping[str, str], console: Console, runs: Path
 ) -> int:
-    """Run a command that only reads the log of a run."""
+    """Run a command that reads the log of a run; `end` also writes its end."""
     from forgemq_launcher.commands import inspection
 
     folder = _folder_of(options.run, runs=runs)
@@ -136,6 +136,12 @@ def _look(
             )
         case "report":
             return asyncio.run(inspection.report(folder, environ, console, to=options.to))
+        case "end":
+            from forgemq_launcher.commands.ending import end
+
+            return asyncio.run(
+                end(folder, environ, console, to=options.to, workloads=options.release)
+            )
         case "export":
             # Imported here: only an export needs a tokenizer and Parquet.
             from forgemq_launcher.commands.export import export_run

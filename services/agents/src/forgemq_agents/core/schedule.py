@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple
 from forgemq_contracts.mixture import Mixture
 from forgemq_contracts.run import Evaluation, Queue, RunConfiguration, played_queues
 
-END = "end"
 JUDGED = "judged"
 """The one round of an evaluation without training."""
 

@@ -25,18 +25,23 @@ REQUIRED = {
 
 async def announced_runs(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Ids of all runs that were ever announced on the broker that FORGEMQ_KAFKA names."""
+    return tuple(await _announced(environ))
+
+
+async def _announced(environ: Mapping[str, str]) -> dict[str, StartedRun]:
+    """The newest start of every run on the broker, by the run's id."""
     log = KafkaLog(kafka_connection(environ), run="")
-    found: dict[str, None] = {}
+    found: dict[str, StartedRun] = {}
     try:
         await log.create_topics({STARTED_RUNS.name: 1})
         async for records in read_all(log, [Place(STARTED_RUNS.name, 0)]):
             for record in records:
                 started = message_of(record).record
                 assert isinstance(started, StartedRun)
-                found[started.run] = None
+                found[started.run] = started
     finally:
         await log.close()
-    return tuple(found)
+    return found
 
 
 async def create_run(
@@ -44,11 +49,16 @@ async def create_run(
 ) -> StartedRun:
     """Create the topics of a run and announce it on the broker that FORGEMQ_KAFKA names.
 
+    A run that is announced as it is asked for is left alone: a pod may create it at every start.
+
     Raises:
         SettingsError: FORGEMQ_KAFKA is not set.
     """
     connection = kafka_connection(environ)
     await _create_topics(connection, configuration)
+    announced = (await _announced(environ)).get(configuration.run)
+    if announced and (announced.configuration, announced.blobs) == (configuration, blobs):
+        return announced
     started = StartedRun(
         run=configuration.run, configuration=configuration, blobs=blobs, started_ms=now_ms()
     )

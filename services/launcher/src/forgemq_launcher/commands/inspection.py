@@ -81,20 +81,25 @@ async def report(
     """
     result, state = await _audited(folder, environ)
     target = to or (folder.path if folder.path.is_dir() else Path(f"{folder.run}-report"))
-    target.mkdir(parents=True, exist_ok=True)
-    write_report(result, state, folder=target)
-    curves = CurveWriter(target)
+    leave_report(result, state, console, folder=target)
+    return exit_status.OK if all(result.guarantees.values()) else exit_status.FAILED
+
+
+def leave_report(result: Report, state: RunState, console: Console, *, folder: Path) -> None:
+    """Write report and curves into this folder, which is made, and print the closing table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = write_report(result, state, folder=folder)
+    curves = CurveWriter(folder)
     curves.write(state)
     curves.close()
     console.print(closing(result))
-    names = "report.json, report.png and curves.jsonl"
-    console.print(f"{names} are in {target}", highlight=False, soft_wrap=True)
-    return exit_status.OK if all(result.guarantees.values()) else exit_status.FAILED
+    names = f"{', '.join(written)} and curves.jsonl"
+    console.print(f"{names} are in {folder}", highlight=False, soft_wrap=True)
 
 
 async def _audited(folder: RunFolder, environ: Mapping[str, str]) -> tuple[Report, RunState]:
     async with run_on_broker(folder, environ) as (log, started):
-        ended = await _end_of(log, started)
+        ended = await end_of(log, started)
         reason = ended.reason if ended else ""
         now_ms = ended.ended_ms if ended else started.started_ms
         result, follower = await run_audit.audit_run(log, started, reason=reason, now_ms=now_ms)
@@ -170,7 +175,7 @@ def _letter_cells(record: Record) -> tuple[str, str, str]:
     return source, reason, repr(record.value[:LETTER_BYTES_SHOWN_MAX])
 
 
-async def _end_of(log: Log, started: StartedRun) -> EndedRun | None:
+async def end_of(log: Log, started: StartedRun) -> EndedRun | None:
     """How the newest start of the run ended; None while it is up, or if it was killed."""
     newest: EndedRun | None = None
     async for records in read_all(log, [Place(ENDED_RUNS.name, 0)]):

@@ -1,5 +1,6 @@
 """What a run leaves for people: report.json, report.png and the closing table."""
 
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,10 +21,16 @@ ALARMS_SHOWN_MAX = 5
 """The newest ones; report.json has all."""
 
 
-def write_report(report: Report, state: RunState, *, folder: Path) -> None:
-    """Write report.json and report.png of a run into its folder."""
+def write_report(report: Report, state: RunState, *, folder: Path) -> tuple[str, ...]:
+    """Write report.json and report.png of a run into its folder; returns the names written.
+
+    A container image has no matplotlib, so there is no picture there.
+    """
     _write_json(report, folder / "report.json")
+    if importlib.util.find_spec("matplotlib") is None:
+        return ("report.json",)
     _write_plot(state, report, folder / "report.png")
+    return ("report.json", "report.png")
 
 
 def _write_json(report: Report, path: Path) -> None:

@@ -1,0 +1,178 @@
+"""`forgemq end`: the end of a run whose services a person or a cluster keeps up.
+
+It waits until the run is played, gives its pods back, writes EndedRun, and then report and curves.
+Whatever interrupts it, the next start goes on: each part is done again or found done.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from forgemq_bus.log import Log
+from forgemq_contracts.rounds import END_ROUND, end_round_groups
+from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun
+from forgemq_launcher import exit_status
+from forgemq_launcher.commands.inspection import end_of, leave_report
+from forgemq_launcher.commands.run_on_broker import run_on_broker
+from forgemq_launcher.outcome import TOLD_S
+from forgemq_launcher.records.follower import Follower
+from forgemq_launcher.records.run_audit import audit_run, result_values
+from forgemq_launcher.records.run_topics import last_trained_step, write_end
+from forgemq_launcher.run_folder import RunFolder
+from forgemq_launcher.upkeep.cluster import Cluster, ClusterError, Workload, own_cluster
+from forgemq_launcher.upkeep.stop_signal import SIGNALS
+from forgemq_run_view.state import RunState
+from forgemq_shell.clock import now_ms
+from forgemq_shell.connection import kafka_connection
+from forgemq_shell.interruption import ends_before
+
+LOOK_EVERY_S = 5.0
+"""Adds at most this to a run of minutes, and costs the broker one small read."""
+STILL_S_MAX = 1800.0
+"""After the last step: a run in which nothing happens for this long has lost its agents, and its open
+groups are reported as open. Longer than any outage that a run is meant to survive."""
+RELEASE_TRIES_MAX = 10
+"""With `LOOK_EVERY_S` between them: an API server that restarts is back in less than a minute."""
+
+
+async def end(
+    folder: RunFolder,
+    environ: Mapping[str, str],
+    console: Console,
+    *,
+    to: Path,
+    workloads: Sequence[Workload],
+) -> int:
+    """End the run, or stop at a signal; returns the exit status.
+
+    With workloads it stays until a signal: its pod then holds the report for who wants to copy it,
+    and a deployment does not start it again.
+    """
+    cluster = own_cluster(environ) if workloads else None
+    stop = asyncio.Event()
+    # As the first process of a container it gets no signal that it does not ask for.
+    for number in SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    status = exit_status.INTERRUPTED
+
+    async def work() -> None:
+        nonlocal status
+        status = await end_run(
+            folder, environ, console, to=to, cluster=cluster, workloads=workloads
+        )
+
+    if await ends_before(stop, work()) and workloads:
+        await stop.wait()
+    return status
+
+
+async def end_run(
+    folder: RunFolder,
+    environ: Mapping[str, str],
+    console: Console,
+    *,
+    to: Path,
+    cluster: Cluster | None = None,
+    workloads: Sequence[Workload] = (),
+) -> int:
+    """Wait until the run is played, then write its end, its report and its curves.
+
+    Args:
+        folder: Names the run; nothing needs to be in it.
+        environ: Names broker and blobs.
+        console: Says each part.
+        to: Folder of report.json and curves.jsonl.
+        cluster: Of the workloads; none without them.
+        workloads: Released as soon as the run is played, in this order.
+
+    Returns:
+        The status, as of `audit`.
+    """
+    async with run_on_broker(folder, environ) as (log, started):
+        ended = await end_of(log, started)
+        if ended is None:
+            await _change(cluster, workloads, is_released=False)
+            console.print(f"waiting until run {folder.run} is played", highlight=False)
+            await wait_until_played(log, started)
+            await asyncio.sleep(TOLD_S)  # Agents outside ask within this whether it is over.
+        await _change(cluster, workloads, is_released=True)
+        at_ms = ended.ended_ms if ended else now_ms()
+        result, follower = await audit_run(log, started, reason="completed", now_ms=at_ms)
+        if ended is None:
+            written = EndedRun(
+                run=folder.run, reason="completed", ended_ms=at_ms, results=result_values(result)
+            )
+            await write_end(kafka_connection(environ), written)
+    leave_report(result, follower.view.state(now_ms=at_ms), console, folder=to)
+    return exit_status.OK if all(result.guarantees.values()) else exit_status.FAILED
+
+
+async def wait_until_played(
+    log: Log,
+    started: StartedRun,
+    *,
+    look_every_s: float = LOOK_EVERY_S,
+    still_s_max: float = STILL_S_MAX,
+) -> None:
+    """Return once the last step is trained, the last round is played and no group is open.
+
+    Args:
+        log: Of the run.
+        started: Its newest record.
+        look_every_s: Between two looks.
+        still_s_max: After the last step: it also returns if nothing changes for this long.
+    """
+    configuration = started.configuration
+    steps = configuration.trainer.steps
+    while await last_trained_step(log, configuration) + 1 < steps:  # noqa: ASYNC110 - no event
+        await asyncio.sleep(look_every_s)
+    follower = Follower(log, started)
+    async with asyncio.TaskGroup() as group:
+        following = group.create_task(follower.follow())
+        seen, seen_s = _progress(follower.state()), time.monotonic()
+        while not is_played(state := follower.state(), configuration):
+            if _progress(state) != seen:
+                seen, seen_s = _progress(state), time.monotonic()
+            if time.monotonic() - seen_s > still_s_max:
+                break
+            await asyncio.sleep(look_every_s)
+        following.cancel()
+
+
+def is_played(state: RunState, configuration: RunConfiguration) -> bool:
+    """Whether nothing of the run is left to play, train or retire."""
+    in_round = [each for each in state.evaluations if each.round_name.startswith(END_ROUND)]
+    return (
+        state.steps_trained >= state.steps
+        and sum(each.groups for each in in_round) >= end_round_groups(configuration)
+        and not state.groups_open
+    )
+
+
+def _progress(state: RunState) -> tuple[int, int, int]:
+    return state.groups_admitted, state.groups_open, state.completions
+
+
+async def _change(
+    cluster: Cluster | None, workloads: Sequence[Workload], *, is_released: bool
+) -> None:
+    """Release or resume each workload.
+
+    Raises:
+        ClusterError: the API server refuses one, or does not answer for long.
+    """
+    if cluster is None:
+        return
+    change = cluster.release if is_released else cluster.resume
+    for workload in workloads:
+        for left in reversed(range(RELEASE_TRIES_MAX)):
+            try:
+                await asyncio.to_thread(change, workload)
+                break
+            except ClusterError:
+                if not left:
+                    raise
+                await asyncio.sleep(LOOK_EVERY_S)
