@@ -62,9 +62,7 @@ def test_every_service_accepts_the_settings_of_its_manifest(overlay: Path):
         module = importlib.import_module(f"forgemq_{service}.settings")
         settings = getattr(module, f"{service.title()}Settings")
         parse(settings, prefix=f"FORGEMQ_{service.upper()}_", environ=given)
-        shared = parse(ServiceSettings, prefix="FORGEMQ_SERVICE_", environ=given)
-        grace_s = pods(overlay)[service]["terminationGracePeriodSeconds"]
-        assert shared.stop_grace_s < grace_s, f"{service} would be killed while it stops"
+        parse(ServiceSettings, prefix="FORGEMQ_SERVICE_", environ=given)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from forgemq_inference.settings import InferenceSettings
 from forgemq_settings.environment import parse
+from forgemq_shell.pulse import TOUCH_EVERY_S
 from forgemq_shell.service import ServiceSettings
 from tests.architecture.rendered import (
     KEY,
     OVERLAYS,
     ROOT,
+    SERVICES,
     environ,
     manifests,
     names_of,
@@ -32,7 +35,7 @@ def workloads(objects: list[dict]) -> dict[str, dict]:
 
 
 def rolled(changes: dict[str, str]) -> set[str]:
-    """Workloads of the local overlay whose pods are made anew after these changes of its files."""
+    """Workloads of the local overlay whose pods are made again after these changes of its files."""
     before, after = workloads(manifests(LOCAL)), workloads(rendered(LOCAL, changes))
     assert before.keys() == after.keys()
     return {
@@ -165,6 +168,35 @@ def test_a_startup_probe_outlasts_the_wait_for_the_runs_record(overlay: Path):
         waits_s = parse(ServiceSettings, prefix="FORGEMQ_SERVICE_", environ=given).start_timeout_s
         probe = container["startupProbe"]
         assert probe["periodSeconds"] * probe["failureThreshold"] >= waits_s + 60, name
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_every_service_that_reads_the_log_is_restarted_if_it_hangs(overlay: Path):
+    """By HTTP or by the age of the file that it touches; agents retry and give up by themselves."""
+    for name in sorted(set(SERVICES) - {"launcher", "agents"}):
+        (container,) = (c for c in pods(overlay)[name]["containers"] if c["name"] == name)
+        probe = container["livenessProbe"]
+        assert probe["periodSeconds"] * probe["failureThreshold"] >= 60, name
+        if "httpGet" in probe:
+            continue
+        file = environ(overlay, container)["FORGEMQ_SERVICE_ALIVE_FILE"]
+        assert f"find {file} -newermt '60 seconds ago'" in probe["exec"]["command"][-1]
+        assert container["startupProbe"]["exec"] == probe["exec"]
+        assert TOUCH_EVERY_S * 6 <= 60
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_a_pod_gets_the_time_in_which_its_service_stops_by_itself(overlay: Path):
+    for name, pod in pods(overlay).items():
+        if name not in SERVICES:
+            continue
+        (container,) = (c for c in pod["containers"] if c["name"] == name)
+        given = environ(overlay, container)
+        grace_s = parse(ServiceSettings, prefix="FORGEMQ_SERVICE_", environ=given).stop_grace_s
+        assert pod["terminationGracePeriodSeconds"] >= grace_s + 10, name
+        if name == "inference":
+            own = parse(InferenceSettings, prefix="FORGEMQ_INFERENCE_", environ=given)
+            assert own.drain_s < grace_s, "else requests in work are cancelled with the service"
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)

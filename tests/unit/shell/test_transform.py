@@ -14,6 +14,7 @@ from forgemq_contracts.groups import ScoredGroup
 from forgemq_contracts.messages import Output
 from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, Trainer
 from forgemq_settings.environment import SettingsError
+from forgemq_shell.pulse import Pulse
 from forgemq_shell.records import emit_of
 from forgemq_shell.transform import Transform
 from forgemq_shell.transform_settings import TransformSettings
@@ -44,6 +45,7 @@ class Process:
     environ: Mapping[str, str] = field(default_factory=lambda: ENVIRON)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     lines: io.StringIO = field(default_factory=io.StringIO)
+    pulse: Pulse = field(default_factory=Pulse)
 
     @property
     def telemetry(self) -> Telemetry:
@@ -120,6 +122,18 @@ async def test_every_partition_is_a_task_of_its_own_core(log: MemoryLog):
         await score(log, range(40))
         await until_merged(log, 40)
     assert await merged(log) == expected(range(40))
+
+
+async def test_the_loop_of_the_member_and_that_of_each_task_are_watched_until_they_end(
+    log: MemoryLog,
+):
+    process = Process(log=log.open())
+    async with running(process):
+        await score(log, range(40))
+        await until_merged(log, 40)
+        watched = process.pulse.silent(silent_s_max=-1.0)
+        assert watched == ("member", *(f"task-{number}" for number in range(PARTITIONS)))
+    assert process.pulse.silent(silent_s_max=-1.0) == ()
 
 
 async def test_two_processes_share_the_partitions_and_one_takes_over_from_the_other(

@@ -5,7 +5,8 @@ import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -19,6 +20,7 @@ from forgemq_contracts.run import RunConfiguration, StartedRun
 from forgemq_settings.environment import SettingsError, parse
 from forgemq_shell.connection import kafka_connection, run_id
 from forgemq_shell.library_logs import library_logs
+from forgemq_shell.pulse import Pulse, keep_alive_file
 from forgemq_shell.restore import NewerLogicError
 from forgemq_shell.started_run import started_run
 from forgemq_telemetry.causes import causes
@@ -46,6 +48,13 @@ class ServiceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     stop_grace_s: Annotated[
         float, Meta(gt=0, description="After a signal `main` has this long, then it is cancelled.")
     ] = 15.0
+    alive_file: Annotated[
+        str, Meta(description="Touched every 5 s while the service works; empty: no file.")
+    ] = ""
+    silent_s_max: Annotated[
+        float,
+        Meta(gt=0, description="A loop that does not turn for longer stops the touches."),
+    ] = 300.0
     instance: Annotated[
         str,
         Meta(
@@ -68,6 +77,7 @@ class Context:
         telemetry: Events, metrics and spans under the service's name.
         stop: Set by SIGTERM and SIGINT; `main` then finishes what it holds and returns.
         environ: For the service's own settings.
+        pulse: Told by each loop of `main` whenever it turns.
     """
 
     started: StartedRun
@@ -76,6 +86,7 @@ class Context:
     telemetry: Telemetry
     stop: asyncio.Event
     environ: Mapping[str, str]
+    pulse: Pulse = field(default_factory=Pulse)
 
     @property
     def configuration(self) -> RunConfiguration:
@@ -133,12 +144,20 @@ async def _serve(main: Main, environ: Mapping[str, str], telemetry: Telemetry) -
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    pulse = Pulse()
     async with asyncio.TaskGroup() as group:
-        work = group.create_task(_run_main(main, environ, telemetry, stop, settings))
+        if settings.alive_file:
+            path, silent_s_max = Path(settings.alive_file), settings.silent_s_max
+            living = group.create_task(
+                keep_alive_file(path, pulse, telemetry, silent_s_max=silent_s_max)
+            )
+        work = group.create_task(_run_main(main, environ, telemetry, stop, settings, pulse))
         stopping = group.create_task(
             _cancel_after_grace(stop, work, settings.stop_grace_s, telemetry)
         )
         work.add_done_callback(lambda _: stopping.cancel())
+        if settings.alive_file:
+            work.add_done_callback(lambda _: living.cancel())
 
 
 async def _cancel_after_grace(
@@ -159,6 +178,7 @@ async def _run_main(
     telemetry: Telemetry,
     stop: asyncio.Event,
     settings: ServiceSettings,
+    pulse: Pulse,
 ) -> None:
     started = await _result_unless_stopped(
         _read_started_run(environ, settings.start_timeout_s, telemetry), stop
@@ -176,7 +196,13 @@ async def _run_main(
         instance=settings.instance,
     )
     context = Context(
-        started=started, log=log, blobs=blobs, telemetry=telemetry, stop=stop, environ=environ
+        started=started,
+        log=log,
+        blobs=blobs,
+        telemetry=telemetry,
+        stop=stop,
+        environ=environ,
+        pulse=pulse,
     )
     telemetry.event("started", run=configuration.run)
     try:

@@ -39,6 +39,7 @@ class TransformTask:
         core: Fresh.
         stop: Ends the task after its present batch.
         clock_s: Monotonic.
+        turned: Called whenever the live loop turns.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class TransformTask:
         telemetry: Telemetry,
         stop: asyncio.Event,
         clock_s: Callable[[], float] = time.monotonic,
+        turned: Callable[[], None] = lambda: None,
     ) -> None:
         self._plan = plan
         self._log = log
@@ -57,6 +59,7 @@ class TransformTask:
         self._telemetry = telemetry
         self._stop = stop
         self._clock_s = clock_s
+        self._turned = turned
         self._limit = BadRecordLimit(plan.settings)
         self._snapshots = Snapshots(plan, log=log, telemetry=telemetry, clock_s=clock_s)
         self._sequence = 0
@@ -133,6 +136,7 @@ class TransformTask:
         for record in self._lost:
             self._report_bad(batch.lose(record))
         while not self._stop.is_set():
+            self._turned()
             records = await self._gather(reader)
             began_s = self._clock_s()
             self._tick_when_due(batch)

@@ -27,6 +27,7 @@ from forgemq_contracts.messages import Core
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.topics import Topic
 from forgemq_settings.environment import parse
+from forgemq_shell.pulse import Pulse
 from forgemq_shell.task import TransformTask
 from forgemq_shell.task_plan import TaskPlan
 from forgemq_shell.transform_settings import TransformSettings
@@ -62,6 +63,11 @@ class TransformContext(Protocol):
     @property
     def environ(self) -> Mapping[str, str]:
         """Holds `FORGEMQ_TRANSFORM_*`."""
+        ...
+
+    @property
+    def pulse(self) -> Pulse:
+        """Told whenever a loop turns."""
         ...
 
 
@@ -115,8 +121,10 @@ class Transform:
             )
             try:
                 while not context.stop.is_set():
+                    context.pulse.beat("member")
                     await member.read(timeout_s=_MEMBER_READ_S, records_max=1)
             finally:
+                context.pulse.end("member")
                 await tasks.close()
                 await member.close()
 
@@ -224,6 +232,7 @@ class _Tasks:
 
     async def _run(self, partition: int, stop: asyncio.Event) -> None:
         context = self._context
+        loop = f"task-{partition}"
         while not stop.is_set():
             task = TransformTask(
                 self._transform.plan(
@@ -235,6 +244,7 @@ class _Tasks:
                 stop=stop,
                 # A simulation's loop has its own time; any other loop has the monotonic clock.
                 clock_s=asyncio.get_running_loop().time,
+                turned=lambda: context.pulse.beat(loop),
             )
             try:
                 await task.run()
@@ -244,6 +254,8 @@ class _Tasks:
                 # Not fatal: the fencing writer may be a process that hung, lost the partition and
                 # woke up late. While this process is assigned the partition, it takes it back.
                 await _wait(stop, self._settings.refence_after_s)
+            finally:
+                context.pulse.end(loop)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

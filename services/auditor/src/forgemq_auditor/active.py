@@ -37,7 +37,9 @@ async def run_while_active(context: Context, work: Work) -> None:
         )
         try:
             while not context.stop.is_set():
+                context.pulse.beat("member")
                 await member.read(timeout_s=_MEMBER_READ_S, records_max=1)
+            context.pulse.end("member")
             await tenure.finish()
         finally:
             await member.close()

@@ -131,10 +131,14 @@ async def _serve_lane(context: Context, settings: InferenceSettings, edges: Lane
         # Before the engine is attached: it then loads the newest weights and none before them.
         for record in newest.records:
             await inbox.take(record)
-        reading = group.create_task(inbox.run(await log.reader(positions), log=log))
+        reader = await log.reader(positions)
+        reading = group.create_task(
+            inbox.run(reader, log=log, turned=lambda: context.pulse.beat("inbox"))
+        )
         serving = [group.create_task(part.run()) for part in (parts.attachment, parts.reports)]
         await _wait_for_any(context.stop, duty.removed)
         reading.cancel()
+        context.pulse.end("inbox")
         await _leave_lane(context, parts, edges.engine, drain_s=settings.drain_s)
         for task in serving:
             task.cancel()

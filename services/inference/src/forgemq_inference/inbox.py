@@ -53,18 +53,22 @@ class Inbox:
         self._cancelled = Place(topics.CANCELLED_COMPLETIONS.name, identity.lane)
         self._is_paused = False
 
-    async def run(self, reader: Reader, *, log: Log) -> None:
+    async def run(
+        self, reader: Reader, *, log: Log, turned: Callable[[], None] = lambda: None
+    ) -> None:
         """Read until cancelled; while too many requests wait, requests alone are not read.
 
         Args:
             reader: Of the lane's topics.
             log: That of the reader.
+            turned: Called before each read.
 
         Raises:
             FencedError: a newer process has the lane.
             OutOfRangeError: a position that never was on the log.
         """
         while True:
+            turned()
             try:
                 records = await reader.read(timeout_s=_READ_TIMEOUT_S, records_max=_RECORDS_MAX)
             except OutOfRangeError as error:

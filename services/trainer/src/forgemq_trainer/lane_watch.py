@@ -37,6 +37,7 @@ async def watch_lanes(context: Context, publisher: Publisher, *, lineage: int) -
     clock = asyncio.get_running_loop()
     try:
         while True:
+            context.pulse.beat("lanes")
             publisher.give_up_lapsed(at_s=clock.time())
             publisher.form_group(at_s=clock.time())
             for record in await reader.read(timeout_s=READ_TIMEOUT_S, records_max=RECORDS_MAX):
@@ -54,4 +55,5 @@ async def watch_lanes(context: Context, publisher: Publisher, *, lineage: int) -
                         f"a trainer of lineage {fact.lineage} has published; this one is {lineage}"
                     )
     finally:
+        context.pulse.end("lanes")
         await reader.close()

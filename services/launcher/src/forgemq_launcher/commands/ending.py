@@ -32,8 +32,8 @@ from forgemq_shell.interruption import ends_before
 LOOK_EVERY_S = 5.0
 """Adds at most this to a run of minutes, and costs the broker one small read."""
 STILL_S_MAX = 1800.0
-"""After the last step: a run in which nothing happens for this long has lost its agents, and its open
-groups are reported as open. Longer than any outage that a run is meant to survive."""
+"""After the last step: a run in which nothing happens for this long has lost its agents, and its
+open groups are reported as open. Longer than any outage that a run is meant to survive."""
 RELEASE_TRIES_MAX = 10
 """With `LOOK_EVERY_S` between them: an API server that restarts is back in less than a minute."""
 
