@@ -8,7 +8,7 @@ import pytest
 
 from forgemq_inference.settings import InferenceSettings
 from forgemq_settings.environment import parse
-from forgemq_shell.pulse import TOUCH_EVERY_S
+from forgemq_shell.loop_watch import TOUCH_EVERY_S
 from forgemq_shell.service import ServiceSettings
 from tests.architecture.rendered import (
     KEY,

@@ -14,7 +14,7 @@ from forgemq_contracts.groups import ScoredGroup
 from forgemq_contracts.messages import Output
 from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, Trainer
 from forgemq_settings.environment import SettingsError
-from forgemq_shell.pulse import Pulse
+from forgemq_shell.loop_watch import LoopWatch
 from forgemq_shell.records import emit_of
 from forgemq_shell.transform import Transform
 from forgemq_shell.transform_settings import TransformSettings
@@ -45,7 +45,7 @@ class Process:
     environ: Mapping[str, str] = field(default_factory=lambda: ENVIRON)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     lines: io.StringIO = field(default_factory=io.StringIO)
-    pulse: Pulse = field(default_factory=Pulse)
+    loop_watch: LoopWatch = field(default_factory=LoopWatch)
 
     @property
     def telemetry(self) -> Telemetry:
@@ -131,9 +131,9 @@ async def test_the_loop_of_the_member_and_that_of_each_task_are_watched_until_th
     async with running(process):
         await score(log, range(40))
         await until_merged(log, 40)
-        watched = process.pulse.silent(silent_s_max=-1.0)
+        watched = process.loop_watch.silent(silent_s_max=-1.0)
         assert watched == ("member", *(f"task-{number}" for number in range(PARTITIONS)))
-    assert process.pulse.silent(silent_s_max=-1.0) == ()
+    assert process.loop_watch.silent(silent_s_max=-1.0) == ()
 
 
 async def test_two_processes_share_the_partitions_and_one_takes_over_from_the_other(

@@ -20,7 +20,7 @@ from forgemq_contracts.run import RunConfiguration, StartedRun
 from forgemq_settings.environment import SettingsError, parse
 from forgemq_shell.connection import kafka_connection, run_id
 from forgemq_shell.library_logs import library_logs
-from forgemq_shell.pulse import Pulse, keep_alive_file
+from forgemq_shell.loop_watch import LoopWatch, keep_alive_file
 from forgemq_shell.restore import NewerLogicError
 from forgemq_shell.started_run import started_run
 from forgemq_telemetry.causes import causes
@@ -77,7 +77,7 @@ class Context:
         telemetry: Events, metrics and spans under the service's name.
         stop: Set by SIGTERM and SIGINT; `main` then finishes what it holds and returns.
         environ: For the service's own settings.
-        pulse: Told by each loop of `main` whenever it turns.
+        loop_watch: Each loop of `main` calls it whenever it turns.
     """
 
     started: StartedRun
@@ -86,7 +86,7 @@ class Context:
     telemetry: Telemetry
     stop: asyncio.Event
     environ: Mapping[str, str]
-    pulse: Pulse = field(default_factory=Pulse)
+    loop_watch: LoopWatch = field(default_factory=LoopWatch)
 
     @property
     def configuration(self) -> RunConfiguration:
@@ -144,14 +144,14 @@ async def _serve(main: Main, environ: Mapping[str, str], telemetry: Telemetry) -
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    pulse = Pulse()
+    loop_watch = LoopWatch()
     async with asyncio.TaskGroup() as group:
         if settings.alive_file:
             path, silent_s_max = Path(settings.alive_file), settings.silent_s_max
             living = group.create_task(
-                keep_alive_file(path, pulse, telemetry, silent_s_max=silent_s_max)
+                keep_alive_file(path, loop_watch, telemetry, silent_s_max=silent_s_max)
             )
-        work = group.create_task(_run_main(main, environ, telemetry, stop, settings, pulse))
+        work = group.create_task(_run_main(main, environ, telemetry, stop, settings, loop_watch))
         stopping = group.create_task(
             _cancel_after_grace(stop, work, settings.stop_grace_s, telemetry)
         )
@@ -178,7 +178,7 @@ async def _run_main(
     telemetry: Telemetry,
     stop: asyncio.Event,
     settings: ServiceSettings,
-    pulse: Pulse,
+    loop_watch: LoopWatch,
 ) -> None:
     started = await _result_unless_stopped(
         _read_started_run(environ, settings.start_timeout_s, telemetry), stop
@@ -202,7 +202,7 @@ async def _run_main(
         telemetry=telemetry,
         stop=stop,
         environ=environ,
-        pulse=pulse,
+        loop_watch=loop_watch,
     )
     telemetry.event("started", run=configuration.run)
     try:

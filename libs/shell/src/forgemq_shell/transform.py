@@ -27,7 +27,7 @@ from forgemq_contracts.messages import Core
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.topics import Topic
 from forgemq_settings.environment import parse
-from forgemq_shell.pulse import Pulse
+from forgemq_shell.loop_watch import LoopWatch
 from forgemq_shell.task import TransformTask
 from forgemq_shell.task_plan import TaskPlan
 from forgemq_shell.transform_settings import TransformSettings
@@ -66,8 +66,8 @@ class TransformContext(Protocol):
         ...
 
     @property
-    def pulse(self) -> Pulse:
-        """Told whenever a loop turns."""
+    def loop_watch(self) -> LoopWatch:
+        """Notes when each loop turned."""
         ...
 
 
@@ -121,10 +121,10 @@ class Transform:
             )
             try:
                 while not context.stop.is_set():
-                    context.pulse.beat("member")
+                    context.loop_watch.beat("member")
                     await member.read(timeout_s=_MEMBER_READ_S, records_max=1)
             finally:
-                context.pulse.end("member")
+                context.loop_watch.end("member")
                 await tasks.close()
                 await member.close()
 
@@ -244,7 +244,7 @@ class _Tasks:
                 stop=stop,
                 # A simulation's loop has its own time; any other loop has the monotonic clock.
                 clock_s=asyncio.get_running_loop().time,
-                turned=lambda: context.pulse.beat(loop),
+                turned=lambda: context.loop_watch.beat(loop),
             )
             try:
                 await task.run()
@@ -255,7 +255,7 @@ class _Tasks:
                 # woke up late. While this process is assigned the partition, it takes it back.
                 await _wait(stop, self._settings.refence_after_s)
             finally:
-                context.pulse.end(loop)
+                context.loop_watch.end(loop)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

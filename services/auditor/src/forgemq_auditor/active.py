@@ -37,9 +37,9 @@ async def run_while_active(context: Context, work: Work) -> None:
         )
         try:
             while not context.stop.is_set():
-                context.pulse.beat("member")
+                context.loop_watch.beat("member")
                 await member.read(timeout_s=_MEMBER_READ_S, records_max=1)
-            context.pulse.end("member")
+            context.loop_watch.end("member")
             await tenure.finish()
         finally:
             await member.close()

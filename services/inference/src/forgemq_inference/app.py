@@ -133,12 +133,12 @@ async def _serve_lane(context: Context, settings: InferenceSettings, edges: Lane
             await inbox.take(record)
         reader = await log.reader(positions)
         reading = group.create_task(
-            inbox.run(reader, log=log, turned=lambda: context.pulse.beat("inbox"))
+            inbox.run(reader, log=log, turned=lambda: context.loop_watch.beat("inbox"))
         )
         serving = [group.create_task(part.run()) for part in (parts.attachment, parts.reports)]
         await _wait_for_any(context.stop, duty.removed)
         reading.cancel()
-        context.pulse.end("inbox")
+        context.loop_watch.end("inbox")
         await _leave_lane(context, parts, edges.engine, drain_s=settings.drain_s)
         for task in serving:
             task.cancel()

@@ -94,7 +94,7 @@ class GradingLoop:
                 grading = group.create_task(self._grade_all(grader, writer))
                 await self._read(member)
                 grading.cancel()
-            self._context.pulse.end("grading")
+            self._context.loop_watch.end("grading")
             await self._commit()
         finally:
             await member.close()
@@ -133,7 +133,7 @@ class GradingLoop:
         places = partitions_of(topics.FINISHED_EPISODES, self._context.configuration)
         committed_s = self._clock_s()
         while not self._context.stop.is_set():
-            self._context.pulse.beat("grading")
+            self._context.loop_watch.beat("grading")
             waiting = sum(map(len, self._partitions.values()))
             if is_paused != (waiting >= self._settings.episodes_waiting_max):
                 is_paused = not is_paused

@@ -37,7 +37,7 @@ async def watch_lanes(context: Context, publisher: Publisher, *, lineage: int) -
     clock = asyncio.get_running_loop()
     try:
         while True:
-            context.pulse.beat("lanes")
+            context.loop_watch.beat("lanes")
             publisher.give_up_lapsed(at_s=clock.time())
             publisher.form_group(at_s=clock.time())
             for record in await reader.read(timeout_s=READ_TIMEOUT_S, records_max=RECORDS_MAX):
@@ -55,5 +55,5 @@ async def watch_lanes(context: Context, publisher: Publisher, *, lineage: int) -
                         f"a trainer of lineage {fact.lineage} has published; this one is {lineage}"
                     )
     finally:
-        context.pulse.end("lanes")
+        context.loop_watch.end("lanes")
         await reader.close()

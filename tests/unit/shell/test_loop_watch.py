@@ -1,4 +1,4 @@
-"""A process that hangs is told from one that works, by the command of the manifests' probes."""
+"""The command of the manifests' probes fails for a process that hangs, and for no other."""
 
 import asyncio
 import io
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from forgemq_shell.pulse import Pulse, keep_alive_file
+from forgemq_shell.loop_watch import LoopWatch, keep_alive_file
 from forgemq_telemetry.telemetry import Telemetry
 from tests.ports import free_port
 
@@ -25,15 +25,15 @@ AGE_S = 1
 PROCESS = """
 import asyncio, sys, time
 from pathlib import Path
-from forgemq_shell.pulse import Pulse, keep_alive_file
+from forgemq_shell.loop_watch import LoopWatch, keep_alive_file
 from forgemq_telemetry.telemetry import Telemetry
 
 async def main(path, mode):
-    pulse = Pulse()
+    loop_watch = LoopWatch()
     touching = asyncio.create_task(keep_alive_file(
-        Path(path), pulse, Telemetry(service="merger"), silent_s_max=0.5, every_s=0.1))
+        Path(path), loop_watch, Telemetry(service="merger"), silent_s_max=0.5, every_s=0.1))
     while True:
-        pulse.beat("task-0")
+        loop_watch.beat("task-0")
         if mode == "busy":
             until = time.monotonic() + 0.3
             while time.monotonic() < until:
@@ -141,18 +141,18 @@ def test_a_service_that_waits_for_its_broker_is_alive(tmp_path: Path):
 async def test_the_silent_loop_is_named_once_and_one_that_ended_is_not_missed(tmp_path: Path):
     now_s = [0.0]
     lines = io.StringIO()
-    pulse = Pulse(clock_s=lambda: now_s[0])
+    loop_watch = LoopWatch(clock_s=lambda: now_s[0])
     for loop in ("member", "task-1", "task-0"):
-        pulse.beat(loop)
-    pulse.end("task-1")
+        loop_watch.beat(loop)
+    loop_watch.end("task-1")
     now_s[0] = 10.0
-    pulse.beat("member")
-    assert pulse.silent(silent_s_max=10.0) == ()
-    assert pulse.silent(silent_s_max=9.0) == ("task-0",)
+    loop_watch.beat("member")
+    assert loop_watch.silent(silent_s_max=10.0) == ()
+    assert loop_watch.silent(silent_s_max=9.0) == ("task-0",)
     touching = asyncio.create_task(
         keep_alive_file(
             tmp_path / "alive",
-            pulse,
+            loop_watch,
             Telemetry(service="merger", stream=lines),
             silent_s_max=9.0,
             every_s=0.001,
@@ -160,7 +160,7 @@ async def test_the_silent_loop_is_named_once_and_one_that_ended_is_not_missed(tm
     )
     await asyncio.sleep(0.02)
     assert not (tmp_path / "alive").exists()
-    pulse.beat("task-0")
+    loop_watch.beat("task-0")
     await asyncio.sleep(0.02)
     assert (tmp_path / "alive").exists()
     touching.cancel()

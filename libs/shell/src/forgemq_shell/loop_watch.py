@@ -16,7 +16,7 @@ TOUCH_EVERY_S = 5.0
 """A probe that allows a minute then misses no touch on a busy machine."""
 
 
-class Pulse:
+class LoopWatch:
     """When each loop of a service last turned.
 
     Example: a loop calls `beat("member")` whenever it turns, and `end("member")` when it ends. Work
@@ -43,7 +43,7 @@ class Pulse:
 
 async def keep_alive_file(
     path: Path,
-    pulse: Pulse,
+    loop_watch: LoopWatch,
     telemetry: Telemetry,
     *,
     silent_s_max: float,
@@ -52,7 +52,7 @@ async def keep_alive_file(
     """Touch the file while every loop turns, until cancelled; name those that stopped, once."""
     said: tuple[str, ...] = ()
     while True:
-        silent = pulse.silent(silent_s_max=silent_s_max)
+        silent = loop_watch.silent(silent_s_max=silent_s_max)
         if not silent:
             path.touch()  # noqa: ASYNC240 - microseconds; a thread would outlive the event loop
         elif silent != said:
