@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PACKAGES := contracts $(wildcard libs/*) $(wildcard services/*)
 STAMP := $(VENV)/.installed
 GROUPS := build lint demo test
-FAST := not integration and not slow and not long and not gpu and not clients
+FAST := not integration and not slow and not long and not gpu and not clients and not cluster
 SLOW := slow and not long and not integration and not gpu and not clients
 ALL_ELSE := (integration or gpu) and not clients and not long
 # Tests of one process each run beside each other; a third uses the time in which two others wait for
@@ -46,6 +46,10 @@ test-clients: $(STAMP)  ## Run clients that others wrote; FORGEMQ_TEST_CLIENTS_L
 	@$(BIN)/python -m tests.clients.install
 	@$(BIN)/python -m pytest -q -m clients $(or $(ARGS),tests/clients)
 	@$(BIN)/python -m tests.clients.table
+
+test-cluster-admission: $(STAMP)  ## Apply every overlay to a real API server; compiles it once, needs Go, etcd, kubectl
+	@$(BIN)/python -m tests.cluster.api_server
+	@$(BIN)/python -m pytest -q -m cluster $(or $(ARGS),tests/cluster)
 
 storm: $(STAMP)  ## Simulate SEEDS=n schedules of each case; CASE=<name> FIRST=<seed> choose some
 	@$(BIN)/python -m tests.simulation.storm --seeds $(or $(SEEDS),100) --first $(or $(FIRST),0) \

@@ -26,8 +26,16 @@ def manifests(overlay: Path) -> list[dict]:
     return rendered(overlay)
 
 
-def rendered(overlay: Path, changes: Mapping[str, str] | None = None) -> list[dict]:
-    """Every object of the overlay, with other texts in some of its files, by their names."""
+def rendered(
+    overlay: Path, changes: Mapping[str, str] | None = None, *, namespace: str = ""
+) -> list[dict]:
+    """Every object of the overlay.
+
+    Args:
+        overlay: Folder of a kustomization.
+        changes: Other texts for some of its files, by their names.
+        namespace: Another one than the overlay's, as for a run beside it.
+    """
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
     with tempfile.TemporaryDirectory() as folder:
@@ -39,6 +47,12 @@ def rendered(overlay: Path, changes: Mapping[str, str] | None = None) -> list[di
         place = copy / overlay.relative_to(ROOT / "deploy")
         for name, text in (changes or {}).items():
             (place / name).write_text(text)
+        if namespace:
+            beside = copy / "beside"
+            beside.mkdir()
+            above = {"resources": [f"../{place.relative_to(copy)}"], "namespace": namespace}
+            (beside / "kustomization.yaml").write_text(yaml.safe_dump(above))
+            place = beside
         made = subprocess.run(
             ["kubectl", "kustomize", str(place)], capture_output=True, text=True, check=False
         )
