@@ -45,11 +45,20 @@ def rules_of(service: str, *, run: str) -> list[Rule]:
     """What this service may do on the broker."""
     own = in_run(service, run=run)
     reads = [topic.name for topic in topics.ALL if service in topic.consumers]
+    if service == "scheduler":
+        reads += [topic.dlq_name for topic in topics.OF_RUN if topic.has_dlq]
     writes = [topic.name for topic in topics.ALL if topic.producer == service]
     writes += [topic.dlq_name for topic in topics.ALL if topic.dead_letters_by == service]
     rules = [
-        *(_topic(broker_topic(name, run=run), "Read", "Describe") for name in reads),
-        *(_topic(broker_topic(name, run=run), "Write", "Describe") for name in writes),
+        _topic(
+            broker_topic(name, run=run),
+            *["Read"] * (name in reads),
+            *["Write"] * (name in writes),
+            "Describe",
+        )
+        for name in dict.fromkeys(reads + writes)
+    ]
+    rules += [
         # Groups and transactions begin with the service's name: `merger-needed`, `merger-0`.
         _rule("group", own, "Read", "Describe"),
         _rule("transactionalId", own, "Write", "Describe"),
@@ -57,9 +66,6 @@ def rules_of(service: str, *, run: str) -> list[Rule]:
         _rule("topic", in_run("", run=run), "Describe", "DescribeConfigs"),
         _cluster("DescribeConfigs"),
     ]
-    if service == "scheduler":
-        letters = [topic.dlq_name for topic in topics.OF_RUN if topic.has_dlq]
-        rules += [_topic(broker_topic(name, run=run), "Read") for name in letters]
     if service == "auditor":
         # It deletes records that no group needs any more, and blobs that no record names.
         rules += [
