@@ -245,7 +245,7 @@ def test_every_service_has_a_priority_that_exists_and_replicas_are_spread():
         b["spec"]["selector"]["matchLabels"]["app.kubernetes.io/name"]
         for b in objects("PodDisruptionBudget").values()
     }
-    assert budgets >= {"gateway", "inference", "merger", "reward", "scheduler", "trainer"}
+    assert budgets >= {"gateway", "inference", "merger", "reward", "scheduler"}
 
 
 def test_the_script_and_the_overlay_name_the_same_cluster():
