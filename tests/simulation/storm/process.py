@@ -19,6 +19,7 @@ from forgemq_bus.memory_reader import MemoryReader
 from forgemq_bus.names import broker_place, in_run
 from forgemq_contracts import topics
 from forgemq_contracts.run import RunConfiguration
+from forgemq_shell.loop_watch import LoopWatch
 from forgemq_telemetry import Telemetry
 from tests.simulation.storm.cluster import StormStore
 from tests.simulation.storm.faults import Faults, Point
@@ -60,6 +61,7 @@ class Process:
         self._lines = io.StringIO()
         self.telemetry = Telemetry(service="storm", stream=self._lines)
         self.stop = asyncio.Event()
+        self.loop_watch = LoopWatch()
         self.log = StormLog(log, self)
         self.coordinator = coordinator
         self.is_killed = False
