@@ -126,4 +126,5 @@ def test_a_lane_killed_before_it_loads_a_version_has_it_from_the_durable_copy(pl
     left_out = [
         (each["lane"], each["version"]) for each in fleet.events("trainer", "lane_left_out")
     ]
-    assert left_out == ([(0, 2)] if at == "while it receives" else [])
+    # A copy that is whole may not be acknowledged yet when its process dies.
+    assert left_out == [(0, 2)] or (left_out == [] and at == "between publication and load")
