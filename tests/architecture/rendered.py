@@ -43,7 +43,8 @@ def rendered(
         for part in ("kubernetes", "demo"):
             shutil.copytree(ROOT / "deploy" / part, copy / part)
         for each in (copy / "kubernetes/overlays").iterdir():
-            (each / "admin-key").write_text(KEY)
+            for name in ("admin-key", "console-key"):
+                (each / name).write_text(KEY)
         place = copy / overlay.relative_to(ROOT / "deploy")
         for name, text in (changes or {}).items():
             (place / name).write_text(text)

@@ -57,6 +57,7 @@ def test_a_change_rolls_exactly_what_reads_it():
     assert rolled({}) == set()
     assert rolled({"run.toml": run_file}) == {"run", "agents"}
     assert rolled({"admin-key": KEY[::-1]}) == {"gateway", "agents"}
+    assert rolled({"console-key": KEY[::-1]}) == {"console"}
     assert rolled(kustomization("FORGEMQ_RUN=demo", "FORGEMQ_RUN=second")) == own
     assert rolled(kustomization("newTag: dev", "newTag: next")) == own
     assert rolled(kustomization("reward, newTag: dev", "reward, newTag: next")) == {"reward"}
