@@ -248,6 +248,13 @@ def test_every_service_has_a_priority_that_exists_and_replicas_are_spread():
     assert budgets >= {"gateway", "inference", "merger", "reward", "scheduler"}
 
 
+def test_no_container_that_works_asks_for_more_memory_than_the_namespace_would_let_it_have():
+    """Without a limit of its own a container gets the namespace's, which is 1 GiB."""
+    for name, pod in pods(OVERLAY).items():
+        for container in pod["containers"]:
+            assert "memory" in container["resources"]["limits"], (name, container["name"])
+
+
 def test_the_script_and_the_overlay_name_the_same_cluster():
     assert script().CLUSTER in objects("Kafka")
 
