@@ -3,16 +3,20 @@
 import asyncio
 import io
 import json
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from forgemq_bus.broker import LocalBroker
+from forgemq_bus.broker.local import folder_ports
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_contracts.run import StartedRun
 from forgemq_launcher.command_line import run_tool
 from forgemq_shell.started_run import started_run
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -92,3 +96,54 @@ def test_a_run_that_is_announced_already_is_announced_again_only_if_it_changed(
     create("trainer.steps=8", run_id=given)
     assert announced(environ, given).configuration.trainer.steps == 8
     assert announced(environ, given).started_ms > first.started_ms
+
+
+@pytest.mark.long
+def test_a_run_is_created_on_a_broker_that_starts_later_and_the_wait_is_said(tmp_path):
+    """The broker is started when the command has said that it waits."""
+    waits = threading.Event()
+    port, _ = folder_ports(tmp_path / "ports.json")
+    broker = LocalBroker(tmp_path)
+
+    def start_later() -> None:
+        waits.wait(60)
+        broker.start()
+
+    class Screen(io.StringIO):
+        def write(self, text: str) -> int:
+            if "did not answer" in text:
+                waits.set()
+            return super().write(text)
+
+    environ = {
+        "FORGEMQ_KAFKA": f"127.0.0.1:{port}",
+        "FORGEMQ_KAFKA_RETRY_S": "5",
+        "FORGEMQ_BLOBS": str(tmp_path / "blobs"),
+        "FORGEMQ_RUN": "late",
+    }
+    console = Console(file=Screen(), width=200)
+    starting = threading.Thread(target=start_later)
+    starting.start()
+    try:
+        assert run_tool(["create", str(DEMO)], environ=environ, console=console) == 0
+    finally:
+        starting.join()
+        broker.stop()
+    first, *_ = lines = console.file.getvalue().splitlines()
+    assert first.startswith("waiting up to 120 s for the broker: open the admin connection: 127.0")
+    assert [line for line in lines if line.startswith("run late is announced")]
+
+
+def test_a_broker_that_never_answers_ends_the_command_within_its_time(tmp_path):
+    environ = {
+        "FORGEMQ_KAFKA": f"127.0.0.1:{free_port()}",
+        "FORGEMQ_KAFKA_RETRY_S": "0.2",
+        "FORGEMQ_SERVICE_START_TIMEOUT_S": "0.5",
+        "FORGEMQ_BLOBS": str(tmp_path / "blobs"),
+        "FORGEMQ_RUN": "never",
+    }
+    console = Console(file=io.StringIO(), width=200)
+    assert run_tool(["create", str(DEMO)], environ=environ, console=console) == 1
+    *waits, last = console.file.getvalue().splitlines()
+    assert waits
+    assert last.startswith("forgemq: broker: no broker answered within 0.5 s: is it up, and is")

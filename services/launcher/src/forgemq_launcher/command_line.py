@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -378,6 +379,7 @@ def _create(options: argparse.Namespace, *, environ: Mapping[str, str], console:
         blobs_address,
         create_run,
         next_commands,
+        wait_for_named_broker,
     )
 
     run = environ.get("FORGEMQ_RUN", "")
@@ -385,6 +387,7 @@ def _create(options: argparse.Namespace, *, environ: Mapping[str, str], console:
     made = _resolved(options, taken=[], run=run)
     _check_paths(made, source=str(options.file))
     blobs = blobs_address(environ)
+    asyncio.run(wait_for_named_broker(environ, say=partial(_print_plain, console)))
     if not run and not _names_run(options.overrides):
         made = _resolved(options, taken=asyncio.run(announced_runs(environ)))
     started = asyncio.run(create_run(made, environ, blobs=blobs))

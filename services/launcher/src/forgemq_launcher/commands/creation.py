@@ -1,7 +1,9 @@
 """`forgemq create`: puts a run on a broker; people or a cluster start its services."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import msgspec
 
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.kept_records import message_of, read_all
@@ -10,9 +12,11 @@ from forgemq_contracts.run import RunConfiguration, StartedRun
 from forgemq_contracts.topics import STARTED_RUNS
 from forgemq_launcher.records.run_topics import create_topics, write_start
 from forgemq_launcher.upkeep.services import SERVICES
-from forgemq_settings.environment import SettingsError
+from forgemq_settings.environment import SettingsError, parse
+from forgemq_shell.broker_wait import wait_for_broker
 from forgemq_shell.clock import now_ms
 from forgemq_shell.connection import kafka_connection
+from forgemq_shell.service import ServiceSettings
 
 REQUIRED = {
     "agents": "FORGEMQ_AGENTS_GATEWAY_URL, _ADMIN_KEY, _CONFIGURATION",
@@ -21,6 +25,35 @@ REQUIRED = {
     "trainer": "FORGEMQ_TRAINER_FOLDER",
 }
 """Settings without a default, by service; the services refuse to start without them."""
+
+
+_TRY_S_MAX = 10.0
+"""One try of a broker that is still starting, so that each can be reported."""
+
+
+async def wait_for_named_broker(environ: Mapping[str, str], *, say: Callable[[str], None]) -> None:
+    """Return when the broker that FORGEMQ_KAFKA names answers; waits as long as services do.
+
+    Args:
+        environ: FORGEMQ_SERVICE_START_TIMEOUT_S bounds the wait.
+        say: Gets a line after every try that failed.
+
+    Raises:
+        LogUnavailableError: it did not answer in time.
+        SettingsError: FORGEMQ_KAFKA is not set.
+    """
+    timeout_s = parse(ServiceSettings, prefix="FORGEMQ_SERVICE_", environ=environ).start_timeout_s
+    connection = kafka_connection(environ)
+    try_s = min(connection.retry_s, _TRY_S_MAX)
+    log = KafkaLog(msgspec.structs.replace(connection, retry_s=try_s), run="")
+    try:
+        await wait_for_broker(
+            log,
+            timeout_s=timeout_s,
+            say=lambda cause: say(f"waiting up to {timeout_s:g} s for the broker: {cause}"),
+        )
+    finally:
+        await log.close()
 
 
 async def announced_runs(environ: Mapping[str, str]) -> tuple[str, ...]:
