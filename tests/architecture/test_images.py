@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -95,3 +97,38 @@ def test_no_manifest_mounts_a_volume_over_the_code_or_the_packages_of_an_image()
     }
     assert "/code" in mounts, "the run's own modules are mounted there"
     assert not [m for m in mounts for held in (code, "/venv") if f"{held}/".startswith(f"{m}/")]
+
+
+LOOK_FROM_THE_IMAGE = """
+import sys
+from pathlib import Path
+from rich.console import Console
+from forgemq_launcher.command_line import run_tool
+
+class Left:
+    def find_spec(self, name, path=None, target=None):
+        assert name.partition(".")[0] not in {left!r}, name
+        return None
+
+sys.meta_path.insert(0, Left())
+for command in {commands!r}:
+    run_tool(command, environ={{}}, console=Console())
+"""
+
+
+def test_the_commands_for_a_cluster_need_nothing_that_the_launchers_image_leaves_out():
+    """Without a broker each of them ends, but only after it has loaded what it works with."""
+    table = image_contents()["launcher"]
+    packages = {
+        each.name for each in ROOT.glob("libs/*") if f"libs/{each.name}" not in table["folders"]
+    }
+    left = {*load_script("lock").LEFT_OUT["launcher"], *(f"forgemq_{name}" for name in packages)}
+    commands = [["create", str(ROOT / "deploy/demo/run.toml")]]
+    commands += [[name, "demo"] for name in ("audit", "inspect", "dlq", "lanes")]
+    commands += [["end", "demo", "--to", "/nowhere"], ["report", "demo", "--to", "/nowhere"]]
+    script = LOOK_FROM_THE_IMAGE.format(left=left, commands=commands)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=50
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line[:9] for line in done.stdout.splitlines()] == ["forgemq: "] * len(commands)

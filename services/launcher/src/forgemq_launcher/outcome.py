@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from forgemq_bus.broker import BrokerError
 from forgemq_bus.errors import LogError
+from forgemq_launcher.core.outside_agents import TOLD_S
 from forgemq_launcher.display.run_display import RunDisplay
 from forgemq_launcher.records.follower import Follower, GroupsFailingError
 from forgemq_launcher.upkeep.machine import MachineError
@@ -22,8 +23,6 @@ SETTLE_TIMEOUT_S = 120.0
 minutes if one of these restarts meanwhile. Groups still open then are reported as open."""
 SETTLED_CHECK_EVERY_S = 0.5
 """Adds at most this to a run of minutes."""
-TOLD_S = 5.0
-"""Agents outside that try a gateway again do so after at most this, as the agents of a run do."""
 
 FAILURES = (
     MachineError,

@@ -17,7 +17,7 @@ from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun
 from forgemq_launcher import exit_status
 from forgemq_launcher.commands.inspection import end_of, leave_report
 from forgemq_launcher.commands.run_on_broker import run_on_broker
-from forgemq_launcher.outcome import TOLD_S
+from forgemq_launcher.core.outside_agents import TOLD_S
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.records.run_audit import audit_run, result_values
 from forgemq_launcher.records.run_topics import last_trained_step, write_end

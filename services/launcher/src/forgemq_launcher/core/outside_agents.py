@@ -1,6 +1,9 @@
-"""What a person types to play a run whose agents are not started with it."""
+"""Agents that are not started with a run: what a person types, and when they know of the end."""
 
 from forgemq_contracts.run import RunConfiguration, supplied_queues
+
+TOLD_S = 5.0
+"""Agents outside that try a gateway again do so after at most this, as the agents of a run do."""
 
 ASKED = """\
 curl -sS $GATEWAY/v1/groups -H "Authorization: Bearer $ADMIN_KEY" \
