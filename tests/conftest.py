@@ -1,47 +1,21 @@
-"""The broker of a test session: FORGEMQ_KAFKA, testcontainers, or the local broker from wheels."""
+"""What every test may use: a log of a fresh run, and the tests that this machine can run."""
 
 import gc
 import itertools
-import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from forgemq_bus.blobs import BlobStore
-from forgemq_bus.broker import LocalBroker
-from forgemq_bus.broker.jars import jars_folder
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from tests.docker_engine import HOW_TO, docker_answers
 
-pytest_plugins = ["tests.engine_fixture"]
+pytest_plugins = ["tests.broker_fixture", "tests.engine_fixture"]
 
-KAFKA_IMAGE = "confluentinc/cp-kafka:7.9.0"  # testcontainers needs this vendor's scripts.
-_DOCKER_PROBE_S = 2
 _SKIPPED = pytest.StashKey[dict[str, int]]()
-
-
-def broker_kind() -> str:
-    """Which broker this session's integration tests run against."""
-    if os.environ.get("FORGEMQ_KAFKA"):
-        return f"the one at {os.environ['FORGEMQ_KAFKA']} (FORGEMQ_KAFKA)"
-    if os.environ.get("FORGEMQ_TEST_BROKER") == "testcontainers":
-        return f"{KAFKA_IMAGE} in Docker (FORGEMQ_TEST_BROKER)"
-    return "Apache Kafka 4.2.0, started from wheels and jars"
-
-
-def docker_answers() -> bool:
-    """Whether a Docker engine answers; testcontainers brings the client."""
-    import docker
-    from docker.errors import DockerException
-
-    try:
-        client = docker.from_env(timeout=_DOCKER_PROBE_S)
-    except DockerException:
-        return False
-    client.close()
-    return True
 
 
 def cuda_is_there() -> bool:
@@ -59,6 +33,7 @@ def browser_is_there() -> bool:
 CONDITIONS: dict[str, tuple[Callable[[], bool], str]] = {
     "gpu": (cuda_is_there, "no CUDA device"),
     "browser": (browser_is_there, "no Chromium or Chrome"),
+    "containers": (docker_answers, HOW_TO),
 }
 
 
@@ -72,10 +47,6 @@ settings.load_profile("repeatable")
 def pytest_configure(config: pytest.Config) -> None:
     """Count the tests that this machine cannot run."""
     config.stash[_SKIPPED] = {}
-
-
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"broker of integration tests: {broker_kind()}"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -103,48 +74,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Fetch the jars before the first test, whose timeout they would exceed."""
-    is_needed = any(item.get_closest_marker("integration") for item in session.items)
-    if is_needed and broker_kind().startswith("Apache") and not session.config.option.collectonly:
-        jars_folder(Path.home() / ".cache" / "forgemq", progress=print)
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    terminalreporter.section("machine")
-    terminalreporter.write_line(f"broker of integration tests: {broker_kind()}")
+    """Count what was skipped."""
     skipped = terminalreporter.config.stash[_SKIPPED]
+    if skipped:
+        terminalreporter.section("machine")
     for reason, count in skipped.items():
         terminalreporter.write_line(f"skipped {count} tests: {reason}")
-    if os.environ.get("FORGEMQ_TEST_BROKER") != "testcontainers":
-        terminalreporter.write_line("not tried: a broker in Docker (FORGEMQ_TEST_BROKER)")
-
-
-@pytest.fixture(scope="session")
-def kafka_bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a real broker that runs during the whole session."""
-    if os.environ.get("FORGEMQ_KAFKA"):
-        yield os.environ["FORGEMQ_KAFKA"]
-    elif os.environ.get("FORGEMQ_TEST_BROKER") == "testcontainers":
-        yield from _container_bootstrap()
-    else:
-        broker = LocalBroker(tmp_path_factory.mktemp("kafka"))
-        try:
-            yield broker.start()
-        finally:
-            broker.stop()
-
-
-def _container_bootstrap() -> Iterator[str]:
-    from testcontainers.community.kafka import KafkaContainer
-
-    if not docker_answers():
-        pytest.fail("FORGEMQ_TEST_BROKER=testcontainers, but no Docker engine answers")
-    container = KafkaContainer(KAFKA_IMAGE).with_kraft()
-    for name in ("REPLICATION_FACTOR", "MIN_ISR"):
-        container.with_env(f"KAFKA_TRANSACTION_STATE_LOG_{name}", "1")
-    with container:
-        yield container.get_bootstrap_server()
 
 
 @pytest.fixture(scope="session")
