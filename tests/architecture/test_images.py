@@ -99,6 +99,26 @@ def test_no_manifest_mounts_a_volume_over_the_code_or_the_packages_of_an_image()
     assert not [m for m in mounts for held in (code, "/venv") if f"{held}/".startswith(f"{m}/")]
 
 
+def test_the_tag_of_an_image_stands_for_its_own_folders_and_its_part_of_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.syspath_prepend(IMAGES)
+    fingerprint = load_script("fingerprint")
+    parts = fingerprint.parts_of("engine", tmp_path)
+    ours = {path.relative_to(ROOT) for path in parts if path.is_relative_to(ROOT)}
+    folders = {Path("libs/settings"), Path("libs/sglang_cpu")}
+    rest = {path for path in ours if not folders & set(path.parents)}
+    assert rest == {Path("deploy/images/Dockerfile"), Path("deploy/images/pins.py")}
+    assert Path("libs/sglang_cpu/src/forgemq_sglang_cpu/options.py") in ours
+    assert tmp_path / "engine/packages" in parts
+    for image in ("engine", "gateway", "engine", "demo-model"):
+        assert fingerprint.main(image) == 0
+    engine, gateway, again, model = capsys.readouterr().out.split()
+    assert engine == again
+    assert len({engine, gateway, model}) == 3
+    assert re.fullmatch(r"files-[0-9a-f]{16}", engine)
+
+
 LOOK_FROM_THE_IMAGE = """
 import sys
 from pathlib import Path
