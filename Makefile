@@ -13,10 +13,11 @@ ALL_ELSE := (integration or gpu) and not clients and not long
 # a clock or a socket. Those with a broker or an engine have the machine to themselves.
 BESIDE := -n 3 --dist worksteal
 # No test in these folders is run beside others, and loading them takes seconds.
-ALONE := --ignore=tests/gpu --ignore=tests/integration --ignore=tests/clients
+ALONE := $(addprefix --ignore=tests/,gpu integration clients containers cluster)
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-fast test-long test-clients storm fuzz lint advisories contracts load images lock clean
+.PHONY: help setup demo test test-fast test-long test-clients test-cluster-admission test-containers storm fuzz \
+	lint advisories contracts load images sbom lock clean
 
 help:  ## List the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -51,6 +52,9 @@ test-cluster-admission: $(STAMP)  ## Apply every overlay to a real API server; c
 	@$(BIN)/python -m tests.cluster.api_server
 	@$(BIN)/python -m pytest -q -m cluster $(or $(ARGS),tests/cluster)
 
+test-containers: $(STAMP)  ## Run the whole stack in containers, with kills; BASE=<base image>
+	@$(if $(BASE),BASE=$(BASE)) $(BIN)/python -m pytest -q -m containers --durations=5 $(or $(ARGS),tests/containers)
+
 storm: $(STAMP)  ## Simulate SEEDS=n schedules of each case; CASE=<name> FIRST=<seed> choose some
 	@$(BIN)/python -m tests.simulation.storm --seeds $(or $(SEEDS),100) --first $(or $(FIRST),0) \
 		$(if $(CASE),--case $(CASE))
@@ -72,6 +76,10 @@ load: $(STAMP)  ## Run one load test: NAME=<file without .py> JSON=<file>
 
 images:  ## Build the container images: NAME=<one> builds it alone, TAG=<tag>, BASE=<base image>
 	@TAG=$(TAG) BASE=$(BASE) deploy/images/build.sh $(NAME)
+
+sbom: $(STAMP)  ## Write what each image holds, as CycloneDX, to build/sbom: NAME=<one>, TAG=<tag>
+	@$(BIN)/python deploy/images/sbom.py build/sbom \
+		$(or $(TAG),$(shell git rev-parse --short=12 HEAD)) $(NAME)
 
 lock: $(STAMP)  ## Resolve the lock again
 	$(BIN)/uv pip compile -q --python-version 3.11 --generate-hashes --no-header --override overrides.txt \

@@ -329,13 +329,14 @@ def fast_tests_by_mistake(path: Path) -> list[str]:
 def names_a_marker(node: ast.AST) -> bool:
     text = ast.unparse(node)
     return any(
-        f"pytest.mark.{marker}" in text for marker in ("integration", "slow", "gpu", "clients")
+        f"pytest.mark.{marker}" in text
+        for marker in ("integration", "slow", "gpu", "clients", "containers")
     )
 
 
 def test_folders_that_the_fast_suite_does_not_load_hold_none_of_its_tests():
     skipped = re.findall(r"--ignore=(\S+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
-    assert skipped == ["tests/gpu", "tests/integration", "tests/clients"]
+    assert skipped == ["tests/gpu", "tests/integration", "tests/clients", "tests/containers"]
     paths = [path for folder in skipped for path in sorted((ROOT / folder).rglob("test_*.py"))]
     assert problems_by_file(paths, fast_tests_by_mistake) == {}
 
