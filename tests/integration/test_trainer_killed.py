@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -40,6 +41,8 @@ TRAINED_AGAIN: Steps = [(0, 1), (1, 2), (2, 2)]
 RECORDED: Steps = [(0, 1), (1, 1), (2, 2)]
 AFTER_STEP_0: Versions = ["2.1", "2.2", "2.3"]
 AFTER_STEP_1: Versions = ["2.2", "2.3"]
+
+_long = partial(pytest.param, marks=pytest.mark.long)
 
 
 async def _bench(log: KafkaLog, folder: Path) -> Bench:
@@ -91,13 +94,13 @@ async def _reporting_lane(bench: Bench, folder: Path, run: str) -> AsyncIterator
     ("point", "steps", "versions"),
     [
         ("between two updates", TRAINED_AGAIN, ["1.0", "1.1", *AFTER_STEP_0]),
-        ("before the weights are written", TRAINED_AGAIN, ["1.0", "1.1", *AFTER_STEP_0]),
-        ("after the weights are written", TRAINED_AGAIN, ["1.0", "1.1", *AFTER_STEP_0]),
+        _long("before the weights are written", TRAINED_AGAIN, ["1.0", "1.1", *AFTER_STEP_0]),
+        _long("after the weights are written", TRAINED_AGAIN, ["1.0", "1.1", *AFTER_STEP_0]),
         ("after the early publication", TRAINED_AGAIN, ["1.0", "1.1", "1.2*", *AFTER_STEP_0]),
-        ("after the durable copy", TRAINED_AGAIN, ["1.0", "1.1", "1.2*", *AFTER_STEP_0]),
+        _long("after the durable copy", TRAINED_AGAIN, ["1.0", "1.1", "1.2*", *AFTER_STEP_0]),
         ("after the publication", TRAINED_AGAIN, ["1.0", "1.1", "1.2*", "1.2", *AFTER_STEP_0]),
         ("after the checkpoint", RECORDED, ["1.0", "1.1", "1.2*", "1.2", *AFTER_STEP_1]),
-        ("after the record", RECORDED, ["1.0", "1.1", "1.2*", "1.2", *AFTER_STEP_1]),
+        _long("after the record", RECORDED, ["1.0", "1.1", "1.2*", "1.2", *AFTER_STEP_1]),
     ],
 )
 async def test_a_kill_within_a_step_or_while_it_is_saved_loses_and_repeats_nothing(
