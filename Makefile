@@ -13,7 +13,8 @@ ALL_ELSE := (integration or gpu) and not clients and not long
 # a clock or a socket. Those with a broker or an engine have the machine to themselves.
 BESIDE := -n 3 --dist worksteal
 # No test in these folders is run beside others, and loading them takes seconds.
-ALONE := $(addprefix --ignore=tests/,gpu integration clients containers cluster)
+ALONE := --ignore=tests/gpu --ignore=tests/integration --ignore=tests/clients --ignore=tests/containers \
+	--ignore=tests/cluster
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup demo test test-fast test-long test-clients test-cluster-admission test-containers storm fuzz \

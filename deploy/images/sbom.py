@@ -70,7 +70,7 @@ def main(folder: Path, tag: str, names: list[str]) -> int:
 def installed_in(image: str, client: docker.DockerClient) -> Installed:
     """What an image says that it has installed."""
     container = client.containers.create(
-        image, entrypoint=["python", "-c", PROGRAM], network_mode="none", read_only=True
+        image, entrypoint=["/venv/bin/python", "-c", PROGRAM], network_mode="none", read_only=True
     )
     try:
         container.start()

@@ -330,13 +330,14 @@ def names_a_marker(node: ast.AST) -> bool:
     text = ast.unparse(node)
     return any(
         f"pytest.mark.{marker}" in text
-        for marker in ("integration", "slow", "gpu", "clients", "containers")
+        for marker in ("integration", "slow", "gpu", "clients", "containers", "cluster")
     )
 
 
 def test_folders_that_the_fast_suite_does_not_load_hold_none_of_its_tests():
     skipped = re.findall(r"--ignore=(\S+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
-    assert skipped == ["tests/gpu", "tests/integration", "tests/clients", "tests/containers"]
+    folders = ("gpu", "integration", "clients", "containers", "cluster")
+    assert skipped == [f"tests/{folder}" for folder in folders]
     paths = [path for folder in skipped for path in sorted((ROOT / folder).rglob("test_*.py"))]
     assert problems_by_file(paths, fast_tests_by_mistake) == {}
 

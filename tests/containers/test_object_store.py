@@ -31,7 +31,7 @@ def run_in_merger(environ: dict[str, str], token: Path | None = None) -> str:
     client = docker.from_env(timeout=120)
     printed = client.containers.run(
         image_of("forgemq-merger", client),
-        entrypoint=["python", "-c", WRITE_AND_READ],
+        entrypoint=["/venv/bin/python", "-c", WRITE_AND_READ],
         environment=environ,
         network_mode="host",
         read_only=True,

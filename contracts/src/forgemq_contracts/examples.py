@@ -45,6 +45,7 @@ _BOUND_FULL: dict[tuple[str, str], object] = {
     ("RequestedGroup", "purpose"): "eval",
     ("ContextCut", "parameters"): {"exchanges": 3},
     ("MergedTree", "sample_first_entry"): b"\x00\x00\x00\x00\x01\x00\x00\x00",
+    ("PublishedWeights", "is_durable"): False,
 }
 
 

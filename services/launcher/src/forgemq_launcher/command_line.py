@@ -374,24 +374,18 @@ def _check_paths(made: RunConfiguration, *, source: str) -> None:
 
 
 def _create(options: argparse.Namespace, *, environ: Mapping[str, str], console: Console) -> int:
-    from forgemq_launcher.commands.creation import (
-        announced_runs,
-        blobs_address,
-        create_run,
-        next_commands,
-        wait_for_named_broker,
-    )
+    from forgemq_launcher.commands import creation
 
     run = environ.get("FORGEMQ_RUN", "")
     # A file or a setting that is refused is refused before the broker is asked for anything.
     made = _resolved(options, taken=[], run=run)
     _check_paths(made, source=str(options.file))
-    blobs = blobs_address(environ)
-    asyncio.run(wait_for_named_broker(environ, say=partial(_print_plain, console)))
+    blobs = creation.blobs_address(environ)
+    asyncio.run(creation.wait_for_named_broker(environ, say=partial(_print_plain, console)))
     if not run and not _names_run(options.overrides):
-        made = _resolved(options, taken=asyncio.run(announced_runs(environ)))
-    started = asyncio.run(create_run(made, environ, blobs=blobs))
-    _print_plain(console, next_commands(started, kafka=environ["FORGEMQ_KAFKA"]))
+        made = _resolved(options, taken=asyncio.run(creation.announced_runs(environ)))
+    started = asyncio.run(creation.create_run(made, environ, blobs=blobs))
+    _print_plain(console, creation.next_commands(started, kafka=environ["FORGEMQ_KAFKA"]))
     return exit_status.OK
 
 
