@@ -161,6 +161,20 @@ def asked(container: dict, resource: str) -> float:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_metrics_are_shown_on_the_port_of_that_name_by_every_service_or_none(overlay: Path):
+    for name, pod in pods(overlay).items():
+        if name in SERVICES:
+            container = pod["containers"][0]
+            ports = {each["name"]: each["containerPort"] for each in container.get("ports", ())}
+            settings = environ(overlay, container)
+            is_shown = settings.get("FORGEMQ_TELEMETRY_EXPORTER") == "prometheus"
+            assert is_shown == (overlay != LOCAL), name
+            shown = ports.get("metrics")
+            assert str(shown) == settings.get("FORGEMQ_TELEMETRY_PORT", "None"), name
+            assert not is_shown or settings["FORGEMQ_TELEMETRY_HOST"] == "0.0.0.0", name
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
 def test_a_startup_probe_outlasts_the_wait_for_the_runs_record(overlay: Path):
     """A pod that is killed while it waits would never see the record of a run that is late."""
     for name in ("gateway", "console"):

@@ -170,18 +170,27 @@ def matches(selector: dict, labels: dict[str, str]) -> bool:
     )
 
 
-def reaches(source: str, target: str, port: int) -> bool:
+def picks(peer: dict, source: str, namespace: str) -> bool:
+    """Whether a rule's peer is a pod of this service, in the run's namespace or in another."""
+    of_namespace = peer.get("namespaceSelector")
+    if of_namespace is None:
+        is_there = not namespace
+    else:
+        is_there = matches(of_namespace, {"kubernetes.io/metadata.name": namespace})
+    return is_there and matches(peer.get("podSelector", {}), {"app.kubernetes.io/name": source})
+
+
+def reaches(source: str, target: str, port: int, *, namespace: str = "") -> bool:
     """Whether ingress rules let a pod of one service connect to another's port."""
-    labels = [{"app.kubernetes.io/name": name} for name in (source, target)]
     closed = [
         each["spec"]
         for each in objects("NetworkPolicy").values()
         if "Ingress" in each["spec"]["policyTypes"]
-        and matches(each["spec"]["podSelector"], labels[1])
+        and matches(each["spec"]["podSelector"], {"app.kubernetes.io/name": target})
     ]
     assert closed, f"{target} is open to all"
     return any(
-        any(matches(peer["podSelector"], labels[0]) for peer in rule["from"])
+        any(picks(peer, source, namespace) for peer in rule["from"])
         and any(each["port"] <= port <= each.get("endPort", each["port"]) for each in rule["ports"])
         for policy in closed
         for rule in policy.get("ingress", ())
@@ -196,6 +205,10 @@ def test_engine_gloo_and_broker_are_closed_to_all_but_their_users():
     assert {name for name in every if reaches(name, "gateway", 8000)} == {
         *("agents", "gateway", "reward")
     }
+    for name in every - {"run"}:
+        assert reaches("prometheus", name, 9600, namespace="monitoring"), name
+        assert not reaches("prometheus", name, 9600, namespace="default"), name
+        assert not reaches("prometheus", name, 30000, namespace="monitoring"), name
     (listener,) = objects("Kafka")["forgemq"]["spec"]["kafka"]["listeners"]
     peers = [p["podSelector"] for p in listener["networkPolicyPeers"] if "podSelector" in p]
     users = {
