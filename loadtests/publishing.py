@@ -13,7 +13,7 @@ them nowhere. All times are from the end of a step's last update:
 `offered_over_recorded` is the share of the wait that is left. Case `checkpoint_each_step` writes a
 checkpoint after every step, `checkpoint_at_the_end` after the last one.
 
-    make load NAME=publishing JSON=publishing.json      # 3 minutes on two cores
+    make load NAME=publishing JSON=publishing.json      # one minute on two cores
 """
 
 import asyncio
