@@ -1,5 +1,8 @@
 """The admin key of the agents: from a setting, or a file that may change while they play."""
 
+import io
+import json
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -12,13 +15,16 @@ from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.requests import JsonRequests, Retry
 from forgemq_agents.settings import ImportSettings
 from forgemq_settings.environment import SettingsError
+from forgemq_telemetry.telemetry import Telemetry
 
 OLD, NEW = "the-old-admin-key-0", "the-new-admin-key-1"
 URL = "http://127.0.0.1:9"
+key_of = partial(admin_key_of, telemetry=Telemetry(service="agents"))
 
 
 async def test_a_call_has_the_key_that_the_file_has_at_that_moment(tmp_path: Path) -> None:
-    path, seen = tmp_path / "keys", []
+    path, seen, events = tmp_path / "keys", [], io.StringIO()
+    telemetry = Telemetry(service="agents", stream=events)
 
     async def renew(request: web.Request) -> web.Response:
         seen.append(request.headers["Authorization"])
@@ -31,25 +37,28 @@ async def test_a_call_has_the_key_that_the_file_has_at_that_moment(tmp_path: Pat
         gateway = GatewayClient(
             JsonRequests(http, retry=Retry()),
             url=str(server.make_url("")).rstrip("/"),
-            admin_key=AdminKeyFile(str(path)),
+            admin_key=AdminKeyFile(str(path), telemetry=telemetry),
         )
         for text in (f"{OLD}\n", f"{OLD}\n{NEW}\n", f"{NEW}\n{OLD}\n", "too short", f"{NEW}\n"):
             path.write_text(text)
             await gateway.renew_lease("g-1.0.0")
     assert seen == [f"Bearer {key}" for key in (OLD, OLD, NEW, NEW, NEW)]
+    (kept,) = map(json.loads, events.getvalue().splitlines())
+    assert kept["event"] == "admin_key_kept"
+    assert kept["error"].endswith("key 1 must have at least 16 characters")
 
 
 def test_the_file_decides_and_without_it_the_setting(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(NEW)
-    both = admin_key_of(ImportSettings(gateway_url=URL, admin_key=OLD, admin_key_file=str(path)))
+    both = key_of(ImportSettings(gateway_url=URL, admin_key=OLD, admin_key_file=str(path)))
     assert isinstance(both, AdminKeyFile)
     assert both.current() == NEW
-    assert admin_key_of(ImportSettings(gateway_url=URL, admin_key=OLD)) == OLD
+    assert key_of(ImportSettings(gateway_url=URL, admin_key=OLD)) == OLD
 
 
 def test_a_start_without_a_key_or_without_its_file_names_the_setting(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"^FORGEMQ_AGENTS_ADMIN_KEY: must be set, or"):
-        admin_key_of(ImportSettings(gateway_url=URL))
+        key_of(ImportSettings(gateway_url=URL))
     with pytest.raises(SettingsError, match=r"^FORGEMQ_AGENTS_ADMIN_KEY_FILE: No such file"):
-        admin_key_of(ImportSettings(gateway_url=URL, admin_key_file=str(tmp_path / "none")))
+        key_of(ImportSettings(gateway_url=URL, admin_key_file=str(tmp_path / "none")))

@@ -122,7 +122,7 @@ async def test_the_page_and_its_key_go_over_tls_with_a_certificate(tmp_path: Pat
                 await distrusting.get(http.base_url)
 
 
-async def test_whoever_has_the_key_can_change_nothing() -> None:
+async def test_a_reader_with_the_key_can_change_nothing() -> None:
     async with console(keys_of(ConsoleSettings(key=KEY))) as http:
         for method in ("POST", "PUT", "PATCH", "DELETE"):
             for path in PATHS:

@@ -10,16 +10,18 @@ from forgemq_settings.key_file import PUBLISHED_KEYS, KeyFile, check_not_publish
 ONE, TWO = "the-first-key-of-it", "the-second-key-of-it"
 
 
-def test_a_file_gives_its_keys_in_their_order_and_knows_when_it_has_others(tmp_path: Path) -> None:
+def test_a_file_gives_its_keys_in_their_order_and_says_when_it_has_others(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"# newest first\n{TWO}\n\n  {ONE}  \n")
-    file = KeyFile(str(path), variable="V")
-    assert file.has_changed()
+    file, reasons = KeyFile(str(path), variable="V"), []
     assert file.read() == (TWO, ONE)
-    assert not file.has_changed()
+    assert file.renewed(kept=reasons.append) is None
     path.write_text(f"{TWO}\n")
-    assert file.has_changed()
-    assert file.read() == (TWO,)
+    assert file.renewed(kept=reasons.append) == (TWO,)
+    path.write_text("short")
+    assert (file.renewed(kept=reasons.append), len(reasons)) == (None, 1)
+    assert reasons == ["V: key 1 must have at least 16 characters"]
+    assert (file.renewed(kept=reasons.append), len(reasons)) == (None, 1), "said once"
 
 
 def test_a_file_that_is_replaced_by_another_of_the_same_size_has_changed(tmp_path: Path) -> None:
@@ -31,8 +33,15 @@ def test_a_file_that_is_replaced_by_another_of_the_same_size_has_changed(tmp_pat
     other = tmp_path / "other"
     other.write_text(ONE[::-1])
     other.replace(path)
-    assert file.has_changed()
-    assert file.read() == (ONE[::-1],)
+    assert file.renewed(kept=pytest.fail) == (ONE[::-1],)
+
+
+def test_a_key_that_everybody_knows_is_refused_in_a_file_as_in_a_setting(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("change-me-before-use")
+    assert KeyFile(str(path), variable="V", hosts=["127.0.0.1"]).read() == ("change-me-before-use",)
+    with pytest.raises(SettingsError, match=r"^V: a key is one that the documents show"):
+        KeyFile(str(path), variable="V", hosts=["127.0.0.1", "0.0.0.0"]).read()
 
 
 def test_a_short_key_is_named_by_its_number_and_never_shown(tmp_path: Path) -> None:
@@ -61,7 +70,7 @@ def test_loopback_is_what_no_other_machine_reaches(host: str, said: bool) -> Non
     assert is_loopback(host) == said
     for key in PUBLISHED_KEYS:
         if said:
-            check_not_published((ONE, key), host=host, variable="V")
+            check_not_published((ONE, key), hosts=[host], variable="V")
             continue
         with pytest.raises(SettingsError, match=r"^V: a key is one that the documents show"):
-            check_not_published((ONE, key), host=host, variable="V")
+            check_not_published((ONE, key), hosts=[host], variable="V")

@@ -1,7 +1,7 @@
 """Keys from a file, one on each line, the newest first; and keys that everybody knows."""
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from forgemq_settings.environment import SettingsError
@@ -23,16 +23,28 @@ class KeyFile:
     Args:
         path: Of the file.
         variable: The setting that names it, for errors.
+        hosts: The addresses that the keys guard.
     """
 
-    def __init__(self, path: str, *, variable: str) -> None:
+    def __init__(self, path: str, *, variable: str, hosts: Iterable[str] = ()) -> None:
         self._path = Path(path)
         self._variable = variable
+        self._hosts = tuple(hosts)
         self._state: FileState = None
 
-    def has_changed(self) -> bool:
-        """Whether the file is another one than at the last `read`."""
-        return file_state(self._path) != self._state
+    def renewed(self, *, kept: Callable[[str], None]) -> tuple[str, ...] | None:
+        """The keys, if the file is another one than at the last read and they can be used.
+
+        Args:
+            kept: Gets the reason if they cannot; those of before are to stay valid then.
+        """
+        if file_state(self._path) == self._state:
+            return None
+        try:
+            return self.read()
+        except SettingsError as error:
+            kept(str(error))
+            return None
 
     def read(self) -> tuple[str, ...]:
         """The keys that are in the file now.
@@ -48,7 +60,9 @@ class KeyFile:
         except UnicodeDecodeError:
             # Without its cause, which has bytes of the file.
             raise SettingsError(f"{self._variable}: the file is not text") from None
-        return keys_in(text, variable=self._variable)
+        keys = keys_in(text, variable=self._variable)
+        check_not_published(keys, hosts=self._hosts, variable=self._variable)
+        return keys
 
 
 def keys_in(text: str, *, variable: str) -> tuple[str, ...]:
@@ -77,20 +91,21 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def check_not_published(keys: Sequence[str], *, host: str, variable: str) -> None:
+def check_not_published(keys: Sequence[str], *, hosts: Iterable[str], variable: str) -> None:
     """Return if nobody but this machine can use a key that everybody knows.
 
     Args:
         keys: All that are valid.
-        host: The address that is listened on.
+        hosts: The addresses that they guard.
         variable: The setting of a key, for the error.
 
     Raises:
         SettingsError: another machine can.
     """
-    if is_loopback(host) or PUBLISHED_KEYS.isdisjoint(keys):
+    outside = next((host for host in hosts if not is_loopback(host)), None)
+    if outside is None or PUBLISHED_KEYS.isdisjoint(keys):
         return
     raise SettingsError(
-        f"{variable}: a key is one that the documents show, and {host} is no loopback address: "
+        f"{variable}: a key is one that the documents show, and {outside} is no loopback address: "
         "use a key of your own (openssl rand -hex 24)"
     )

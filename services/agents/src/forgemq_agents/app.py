@@ -48,7 +48,9 @@ def run_agents(environ: Mapping[str, str]) -> int:
     try:
         settings = parse(AgentsSettings, prefix="FORGEMQ_AGENTS_", environ=environ)
         measured = parse(TelemetrySettings, prefix="FORGEMQ_TELEMETRY_", environ=environ)
-        admin_key_of(settings)  # Refused here, and not after the user's code is loaded.
+        admin_key_of(
+            settings, telemetry=telemetry
+        )  # Refused here, and not after the user's code is loaded.
         configuration = read_configuration(settings.configuration)
         domains = load_domains(configuration)
         telemetry = open_telemetry("agents", run=configuration.run, settings=measured)
@@ -91,7 +93,7 @@ async def play_run(
     # No limit on connections: episodes at once are bounded already, and long polls would use up
     # a limit that episodes need.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-    admin_key = admin_key_of(settings)
+    admin_key = admin_key_of(settings, telemetry=telemetry)
     leases = LeaseThread(url=settings.gateway_url, admin_key=admin_key, retry=retry)
     async with aiohttp.ClientSession(connector=connector) as http, leases:
         requests = JsonRequests(http, retry=retry)

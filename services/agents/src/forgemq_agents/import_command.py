@@ -48,7 +48,9 @@ def run_import(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         own = {"FORGEMQ_AGENTS_" + name.upper() for name in ImportSettings.__struct_fields__}
         given = {name: value for name, value in environ.items() if name in own}
         settings = parse(ImportSettings, prefix="FORGEMQ_AGENTS_", environ=given)
-        admin_key_of(settings)  # Refused here, and not after the file is read.
+        admin_key_of(
+            settings, telemetry=Telemetry(service="agents")
+        )  # Refused here, and not after the file is read.
         count = check_file(options.file)
     except (SettingsError, FileRefusedError, OSError) as error:
         return _refuse(str(error), EXIT_REFUSED)
@@ -83,7 +85,8 @@ def _refuse(text: str, status: int) -> int:
 
 async def _import(path: Path, domain: str, *, settings: ImportSettings, count: int) -> int:
     retry = Retry(deadline_s=settings.retry_deadline_s, read_timeout_s=READ_TIMEOUT_S)
-    admin_key = admin_key_of(settings)
+    telemetry = Telemetry(service="agents")
+    admin_key = admin_key_of(settings, telemetry=telemetry)
     async with AsyncExitStack() as beside, aiohttp.ClientSession() as http:
         requests = JsonRequests(http, retry=retry)
         gateway = GatewayClient(requests, url=settings.gateway_url, admin_key=admin_key)
@@ -100,7 +103,7 @@ async def _import(path: Path, domain: str, *, settings: ImportSettings, count: i
                 requests=requests,
                 leases=await beside.enter_async_context(leases),
                 environ={},
-                telemetry=Telemetry(service="agents"),
+                telemetry=telemetry,
             )
             training = TrainedConversations(gateway, player=player)
         made = ConversationImport(gateway, domain=domain, training=training)

@@ -38,14 +38,15 @@ class ConsoleKeys:
     def __init__(
         self, settings: ConsoleSettings, *, hosts: Iterable[str], telemetry: Telemetry
     ) -> None:
-        self._hosts = tuple(hosts)
+        hosts = tuple(hosts)
         self._telemetry = telemetry
         lasting = (settings.key,) if settings.key else ()
-        self._lasting = self._hashes(lasting)
+        check_not_published(lasting, hosts=hosts, variable=_SETTING)
+        self._lasting = tuple(map(_digest, lasting))
         self._file: KeyFile | None = None
         if settings.key_file:
-            self._file = KeyFile(settings.key_file, variable=f"{_SETTING}_FILE")
-        outside = [host for host in self._hosts if not is_loopback(host)]
+            self._file = KeyFile(settings.key_file, variable=f"{_SETTING}_FILE", hosts=hosts)
+        outside = [host for host in hosts if not is_loopback(host)]
         if outside and not self._lasting and self._file is None:
             raise SettingsError(
                 f"{_SETTING}: must be set, or {_SETTING}_FILE, because {outside[0]} is no loopback "
@@ -53,37 +54,24 @@ class ConsoleKeys:
             )
         self._known = self._lasting
         if self._file is not None:
-            self._take_over(self._file)
+            self._take_over(self._file.read())
 
-    def _hashes(self, keys: Sequence[str]) -> tuple[bytes, ...]:
-        """Hashes of these keys.
-
-        Raises:
-            SettingsError: a key is published, and another machine reaches an address.
-        """
-        for host in self._hosts:
-            check_not_published(keys, host=host, variable=_SETTING)
-        return tuple(map(_digest, keys))
-
-    def _take_over(self, file: KeyFile) -> None:
-        """Let the keys that are in the file now be valid, and the setting's.
-
-        Raises:
-            SettingsError: the file cannot be read, or a key breaks a rule.
-        """
-        self._known = (*self._lasting, *self._hashes(file.read()))
+    def _take_over(self, keys: Sequence[str]) -> None:
+        """Let the keys of the file be valid, and the setting's."""
+        self._known = (*self._lasting, *map(_digest, keys))
 
     def admit(self, authorization: str) -> bool:
         """Whether a request with this header may read; every key is compared."""
-        if self._file is not None and self._file.has_changed():
-            try:
-                self._take_over(self._file)
-            except SettingsError as error:
-                self._telemetry.event("console_keys_kept", error=str(error))
+        renewed = None if self._file is None else self._file.renewed(kept=self._say_kept)
+        if renewed is not None:
+            self._take_over(renewed)
         if not self._known:
             return True
         given = _digest(_key_in(authorization))
         return any([hmac.compare_digest(given, known) for known in self._known])
+
+    def _say_kept(self, reason: str) -> None:
+        self._telemetry.event("console_keys_kept", error=reason)
 
 
 def guarded(application: Application, keys: ConsoleKeys) -> Application:

@@ -34,9 +34,11 @@ class FollowedKeys:
         telemetry: Telemetry,
     ) -> None:
         self._settings = settings
-        self._file = KeyFile(settings.admin_key_file, variable=f"{_SETTING}_FILE")
-        self._keys = keys
         self._hosts = tuple(hosts)
+        self._file = KeyFile(
+            settings.admin_key_file, variable=f"{_SETTING}_FILE", hosts=self._hosts
+        )
+        self._keys = keys
         self._telemetry = telemetry
 
     def start(self) -> None:
@@ -46,25 +48,10 @@ class FollowedKeys:
             SettingsError: there is no key, or a key or the file breaks a rule.
         """
         if self._settings.admin_key_file:
-            self._read()
+            self._keys.replace(self._file.read())
         elif not self._settings.admin_key:
             raise SettingsError(f"{_SETTING}: must be set, or {_SETTING}_FILE")
-        self._check((self._settings.admin_key,))
-
-    def _read(self) -> int:
-        """Take the file's keys over; returns how many.
-
-        Raises:
-            SettingsError: the file cannot be read, or its keys break a rule.
-        """
-        found = self._file.read()
-        self._check(found)
-        self._keys.replace(found)
-        return len(found)
-
-    def _check(self, keys: tuple[str, ...]) -> None:
-        for host in self._hosts:
-            check_not_published(keys, host=host, variable=_SETTING)
+        check_not_published((self._settings.admin_key,), hosts=self._hosts, variable=_SETTING)
 
     async def follow(self) -> None:
         """Read the file again whenever it changes, until cancelled."""
@@ -74,11 +61,9 @@ class FollowedKeys:
 
     def look(self) -> None:
         """Read the file again if it has changed."""
-        if not self._file.has_changed():
-            return
-        try:
-            count = self._read()
-        except SettingsError as error:
-            self._telemetry.event("admin_keys_kept", error=str(error))
-        else:
-            self._telemetry.event("admin_keys_read", count=count)
+        found = self._file.renewed(
+            kept=lambda reason: self._telemetry.event("admin_keys_kept", error=reason)
+        )
+        if found is not None:
+            self._keys.replace(found)
+            self._telemetry.event("admin_keys_read", count=len(found))
