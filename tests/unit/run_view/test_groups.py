@@ -44,8 +44,8 @@ def totals(book: GroupBook) -> tuple[object, ...]:
         dict(book.episode_ends),
         book.versions([queue]),
         book.evaluations(),
-        book.queue(queue, groups=8, bound=2, limit=2).waiting,
-        book.queue(queue, groups=8, bound=2, limit=2).in_flight,
+        book.queue(queue, groups=8, bound=2, limit=2, staleness=0).waiting,
+        book.queue(queue, groups=8, bound=2, limit=2, staleness=0).in_flight,
     )
 
 

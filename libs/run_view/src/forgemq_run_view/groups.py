@@ -202,7 +202,9 @@ class GroupBook:
             if of == source
         )
 
-    def queue(self, queue: Queue, *, groups: int, bound: int, limit: int) -> QueueState:
+    def queue(
+        self, queue: Queue, *, groups: int, bound: int, limit: int, staleness: int
+    ) -> QueueState:
         """The window of one queue as the log shows it: a scheduled group is taken."""
         entries = sorted(
             (self._entries[group_id] for group_id in self._shown(queue.domain)),
@@ -221,6 +223,7 @@ class GroupBook:
             groups_per_step=groups,
             staleness_bound=bound,
             staleness_limit=limit,
+            staleness=staleness,
             head=head,
             in_flight=sum(
                 self._entries[each].queue_index is not None

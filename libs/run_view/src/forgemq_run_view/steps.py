@@ -38,6 +38,7 @@ class StepBook:
         self._scheduled: dict[int, ScheduledStep] = {}
         self._samples: dict[str, int] = {}
         self._trained: dict[tuple[int, int], tuple[TrainedStep, int]] = {}
+        self._kept: dict[int, TrainedStep] | None = None
 
     def apply(self, message: Message) -> None:
         """Take in one record; records of other kinds are ignored."""
@@ -49,12 +50,18 @@ class StepBook:
             case TrainedStep() as record:
                 key = (record.step, record.lineage)
                 self._trained.setdefault(key, (record, message.timestamp_ms))
+                self._kept = None
             case _:
                 pass
 
+    def _surviving(self) -> dict[int, TrainedStep]:
+        """The surviving steps, found once for each step that is trained."""
+        if self._kept is None:
+            self._kept = surviving(record for record, _ in self._trained.values())
+        return self._kept
+
     def points(self) -> tuple[StepPoint, ...]:
         """One point for each surviving step, in order."""
-        kept = surviving(record for record, _ in self._trained.values())
         return tuple(
             _point(
                 record,
@@ -62,14 +69,14 @@ class StepBook:
                 scheduled=self._scheduled.get(record.step),
                 samples=sum(self._samples.get(group_id, 0) for group_id in record.group_ids),
             )
-            for record in kept.values()
+            for record in self._surviving().values()
         )
 
     def trained_groups(self) -> tuple[TrainedGroups, ...]:
         """Groups that surviving steps trained, by domain and staleness."""
         counted = Counter(
             (group.domain, group.staleness)
-            for step in surviving(record for record, _ in self._trained.values())
+            for step in self._surviving()
             for group in self._groups_of(step)
         )
         return tuple(
@@ -80,7 +87,7 @@ class StepBook:
     def staleness(self) -> dict[str, int]:
         """By domain, the largest staleness in the newest surviving step that trained any of it."""
         newest: dict[str, int] = {}
-        for step in surviving(record for record, _ in self._trained.values()):
+        for step in self._surviving():
             own: dict[str, int] = {}
             for group in self._groups_of(step):
                 own[group.domain] = max(own.get(group.domain, 0), group.staleness)
@@ -93,7 +100,6 @@ class StepBook:
 
     def alarms(self) -> tuple[StepAlarm, ...]:
         """The alarms of the surviving steps, in order."""
-        kept = surviving(record for record, _ in self._trained.values())
         return tuple(
             StepAlarm(
                 step=record.step,
@@ -102,7 +108,7 @@ class StepBook:
                 value=alarm.value,
                 threshold=alarm.threshold,
             )
-            for record in kept.values()
+            for record in self._surviving().values()
             for alarm in record.alarms
         )
 

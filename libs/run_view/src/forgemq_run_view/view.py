@@ -5,8 +5,6 @@ view.apply(message)          # any record of the run, topics in any order
 view.state(now_ms=...)       # what the panel and the page show
 """
 
-from msgspec.structs import replace
-
 from forgemq_contracts.messages import Message
 from forgemq_contracts.mixture import mixture_of, staleness_bounds, staleness_limits
 from forgemq_contracts.run import EndedRun, StartedRun
@@ -160,10 +158,11 @@ class RunView:
         groups = mixture_of(configuration).groups(step)
         staleness = self._steps.staleness()
         return tuple(
-            replace(
-                self._groups.queue(
-                    queue, groups=number, bound=bounds[queue.domain], limit=limits[queue.domain]
-                ),
+            self._groups.queue(
+                queue,
+                groups=number,
+                bound=bounds[queue.domain],
+                limit=limits[queue.domain],
                 staleness=staleness.get(queue.domain, 0),
             )
             for queue, number in zip(configuration.queues, groups, strict=True)

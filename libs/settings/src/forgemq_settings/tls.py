@@ -4,9 +4,23 @@ import asyncio
 import ssl
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta
 
 from forgemq_settings.environment import SettingsError
 from forgemq_settings.file_state import FileState, file_state
+
+CertificateFile: TypeAlias = Annotated[
+    str,
+    Meta(
+        description="Certificate of the server and those between it and its authority, PEM; read "
+        "again when it changes. '': plain HTTP."
+    ),
+]
+PrivateKeyFile: TypeAlias = Annotated[
+    str, Meta(description="Its private key, PEM, without a password; '' without a certificate.")
+]
 
 _LOOK_EVERY_S = 1.0
 

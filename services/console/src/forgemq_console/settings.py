@@ -4,6 +4,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from forgemq_settings.tls import CertificateFile, PrivateKeyFile
+
 
 class ConsoleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the page is served, and how much of a group at once."""
@@ -33,16 +35,8 @@ class ConsoleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "'': none."
         ),
     ] = ""
-    tls_certificate_file: Annotated[
-        str,
-        Meta(
-            description="Certificate of the server and those between it and its authority, PEM; "
-            "read again when it changes. '': plain HTTP."
-        ),
-    ] = ""
-    tls_key_file: Annotated[
-        str, Meta(description="Its private key, PEM, without a password; '' without a certificate.")
-    ] = ""
+    tls_certificate_file: CertificateFile = ""
+    tls_key_file: PrivateKeyFile = ""
     episodes_shown_max: Annotated[
         int, Meta(ge=1, description="Episodes of one group sent to the page at once.")
     ] = 64

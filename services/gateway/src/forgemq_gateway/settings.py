@@ -5,6 +5,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from forgemq_gateway.core.requests import DEFAULT_MODEL, MESSAGES_MAX
+from forgemq_settings.tls import CertificateFile, PrivateKeyFile
 
 
 class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,16 +36,8 @@ class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "keeps, in place of host and port; -1: none.",
         ),
     ] = -1
-    tls_certificate_file: Annotated[
-        str,
-        Meta(
-            description="Certificate of the server and those between it and its authority, PEM; "
-            "read again when it changes. '': plain HTTP."
-        ),
-    ] = ""
-    tls_key_file: Annotated[
-        str, Meta(description="Its private key, PEM, without a password; '' without a certificate.")
-    ] = ""
+    tls_certificate_file: CertificateFile = ""
+    tls_key_file: PrivateKeyFile = ""
     public_url: Annotated[
         str, Meta(description="Base URL that agents are given; '' for http://host:port, or https.")
     ] = ""

@@ -177,9 +177,9 @@ class WeightLoader:
     async def _load_relayed(self, published: PublishedWeights) -> _Loaded | None:
         """Wait for the relay while the engine generates, then swap."""
         found = await self._relayed.folders(published)
-        if found.policy is None and self._state.is_replaced(published):
-            return None
         if found.policy is None:
+            if self._state.is_replaced(published):
+                return None
             self._note_relay_failure(published, found.failure)
             self._state.note_failed(published)
             newer = self._state.durable_load()
