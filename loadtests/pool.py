@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from larger_model import LARGER
 from measurement import Measurement, parser_of
 from msgspec import Struct
 from real_engines import real_engines
@@ -29,16 +30,6 @@ _PAGE_TOKENS = 16
 _CONTEXTS = 8
 _TIMEOUT_S = 300.0
 _WRITTEN_POLL_S = 1.0
-_LARGER = {
-    "hidden_size": 768,
-    "intermediate_size": 2304,
-    "num_hidden_layers": 8,
-    "layer_types": ["full_attention"] * 8,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-}
 
 
 class Case(Struct, frozen=True, kw_only=True):
@@ -50,7 +41,7 @@ class Case(Struct, frozen=True, kw_only=True):
 
 CASES = {
     "demo": Case(context_tokens=960),
-    "larger": Case(changes=_LARGER, context_tokens=1920),
+    "larger": Case(changes=LARGER, context_tokens=1920),
 }
 
 

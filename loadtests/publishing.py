@@ -20,7 +20,6 @@ import asyncio
 import hashlib
 import io
 import json
-import shutil
 import statistics
 import sys
 import tempfile
@@ -29,11 +28,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from larger_model import larger_model
 from measurement import Measurement, parser_of
 from msgspec import Struct
 from msgspec.structs import replace
-from transformers import AutoConfig, AutoModelForCausalLM
-from tree_workloads import Shape, merged_tree, requests
+from stand_in_lane import heartbeat
+from tree_workloads import VOCABULARY, Shape, merged_tree, requests
 
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.decoding import decoded_record
@@ -44,7 +44,7 @@ from forgemq_contracts.messages import Output
 from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, StartedRun, Trainer
 from forgemq_contracts.steps import ScheduledGroup, ScheduledStep, TrainedStep
 from forgemq_contracts.trees import MergedTree
-from forgemq_contracts.weights import PublishedWeights, ReportedEngine
+from forgemq_contracts.weights import PublishedWeights
 from forgemq_shell.records import emit_of
 from forgemq_shell.service import Context
 from forgemq_telemetry.telemetry import Telemetry
@@ -52,17 +52,6 @@ from forgemq_trainer.app import CONSUMES, PRODUCES
 from forgemq_trainer.app import main as train
 from forgemq_weight_relay import Receiver, WeightsKey
 
-_DEMO = Path(__file__).parents[1] / "deploy" / "demo" / "model"
-_LARGER = {
-    "hidden_size": 768,
-    "intermediate_size": 2304,
-    "num_hidden_layers": 8,
-    "layer_types": ["full_attention"] * 8,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "vocab_size": 2048,
-}
 _SHAPE = Shape(rollouts=2, turns=2, prompt=32, act=16, observe=16)
 _STEPS = 8
 _CASES = {"checkpoint_each_step": 1, "checkpoint_at_the_end": 1000}
@@ -160,18 +149,7 @@ async def _follow(log: MemoryLog, times: Times) -> None:
 
 async def _report_lane(log: MemoryLog, address: str) -> None:
     while True:
-        report = ReportedEngine(
-            lane=0,
-            epoch=1,
-            url="http://127.0.0.1:9",
-            is_serving=True,
-            lineage=1,
-            version=0,
-            running=0,
-            queued=0,
-            reported_ms=0,
-            weights_address=address,
-        )
+        report = heartbeat(weights_address=address)
         await _write(log, [(topics.REPORTED_ENGINES, report)])
         await asyncio.sleep(0.5)
 
@@ -267,14 +245,6 @@ def add_rows(measurement: Measurement, case: str, times: Times) -> None:
     measurement.row(case, "offered_over_recorded", found["offered"] / found["recorded"], "x")
 
 
-def _model(folder: Path) -> Path:
-    shutil.copytree(_DEMO, folder)
-    (folder / "model.safetensors").unlink()
-    config = AutoConfig.from_pretrained(_DEMO, **_LARGER)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
 def main() -> int:
     """Measure the named cases, or both."""
     options = parser_of(__doc__ or "").parse_args()
@@ -287,7 +257,7 @@ def main() -> int:
         },
     )
     with tempfile.TemporaryDirectory() as name:
-        base = _model(Path(name) / "base")
+        base = larger_model(Path(name) / "base", vocab_size=VOCABULARY)
         for case, every in _CASES.items():
             if not options.case or case in options.case:
                 folder = Path(name) / case

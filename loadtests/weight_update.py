@@ -31,11 +31,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import torch
+from larger_model import larger_model
 from measurement import Measurement, parser_of
 from real_engines import real_engines
 from safetensors.torch import load_file, save_file
 from stand_in_engine import Speed, StandInEngine, serving
-from transformers import AutoConfig, AutoModelForCausalLM
 from weight_lanes import TIMEOUT_S, Lane, Trainer, Update
 
 from forgemq_inference.engine import Engine
@@ -44,16 +44,6 @@ _DEMO = Path(__file__).parents[1] / "deploy" / "demo" / "model"
 _ENGINES = (1, 2, 3)
 _STAND_INS = (4, 8, 16)
 _ROUNDS = 3
-_LARGER = {
-    "hidden_size": 768,
-    "intermediate_size": 2304,
-    "num_hidden_layers": 8,
-    "layer_types": ["full_attention"] * 8,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-}
 
 
 async def measure_engines(measurement: Measurement, cases: Sequence[int], folder: Path) -> None:
@@ -170,9 +160,7 @@ async def _generating(engines: Sequence[Engine]) -> AsyncIterator[None]:
 
 def _models(folder: Path) -> tuple[Path, Path]:
     first, second = folder / "first", folder / "second"
-    shutil.copytree(_DEMO, first)
-    config = AutoConfig.from_pretrained(_DEMO, **_LARGER)
-    AutoModelForCausalLM.from_config(config).save_pretrained(first)
+    larger_model(first)
     _perturb(first, second)
     return first, second
 

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from forgemq_bus.kafka import KafkaLog
 from forgemq_bus.log import Place
 from forgemq_contracts import topics
-from forgemq_contracts.weights import PublishedWeights, ReportedEngine
+from forgemq_contracts.weights import PublishedWeights
+from loadtests.stand_in_lane import heartbeat
 from tests.unit.trainer.bench import Bench, create_topics
 from tests.unit.trainer.scene import (
     agent_samples,
@@ -56,20 +57,7 @@ async def test_steps_on_the_broker_become_weights_across_a_restart(
 
 async def _report_lane(bench: Bench) -> None:
     while True:
-        await bench.write(
-            topics.REPORTED_ENGINES,
-            ReportedEngine(
-                lane=0,
-                epoch=4,
-                url="http://127.0.0.1:9",
-                is_serving=True,
-                lineage=1,
-                version=0,
-                running=0,
-                queued=0,
-                reported_ms=0,
-            ),
-        )
+        await bench.write(topics.REPORTED_ENGINES, heartbeat(epoch=4))
         await asyncio.sleep(0.2)
 
 

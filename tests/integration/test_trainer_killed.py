@@ -19,8 +19,8 @@ import pytest
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_contracts import topics
-from forgemq_contracts.weights import ReportedEngine
 from forgemq_weight_relay import Receiver
+from loadtests.stand_in_lane import heartbeat
 from tests.integration.killed_trainer import killed_configuration
 from tests.unit.trainer.bench import Bench, create_topics
 from tests.unit.trainer.scene import (
@@ -65,24 +65,13 @@ async def _reporting_lane(bench: Bench, folder: Path, run: str) -> AsyncIterator
 
     receiver = Receiver(folder, run=run, host="127.0.0.1", on_relayed=ignore, on_broken=ignore)
 
-    async def report() -> None:
+    async def report_on() -> None:
         while True:
-            heartbeat = ReportedEngine(
-                lane=0,
-                epoch=1,
-                url="http://127.0.0.1:9",
-                is_serving=True,
-                lineage=1,
-                version=0,
-                running=0,
-                queued=0,
-                reported_ms=0,
-                weights_address=receiver.address,
-            )
-            await bench.write(topics.REPORTED_ENGINES, heartbeat)
+            report = heartbeat(weights_address=receiver.address)
+            await bench.write(topics.REPORTED_ENGINES, report)
             await asyncio.sleep(0.2)
 
-    reporting = asyncio.create_task(report())
+    reporting = asyncio.create_task(report_on())
     try:
         yield
     finally:

@@ -2,8 +2,6 @@
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgemq_bus.memory import MemoryLog
-from forgemq_contracts.weights import PublishedWeights, RelayedLane, Rendezvous
+from forgemq_contracts.weights import PublishedWeights, Rendezvous
 from forgemq_inference.core.weights import (
     BASE,
     DurableLoad,
@@ -25,9 +23,9 @@ from loadtests.stand_in_engine import Speed, StandInEngine, serving
 from tests.lane_scene import LaneScene, create_topics
 from tests.relay_sender import relay
 from tests.unit.inference.conftest import write_model
+from tests.unit.inference.test_relayed_loads import TO_US, serving_scene
 from tests.unit.inference.test_weight_loads import rendezvous
 
-TO_US = (RelayedLane(lane=0, epoch=1),)
 OFFER = Rendezvous(lane=0, epoch=1, host="h", port=1, group_name="g", backend="gloo", is_new=True)
 
 
@@ -115,19 +113,6 @@ def test_whatever_fails_a_lane_reads_only_copies_that_exist_and_ends_on_the_newe
 
 
 # Through the service, into the stand-in engine
-
-
-@asynccontextmanager
-async def serving_scene(
-    base: Path, engine: StandInEngine, **settings: object
-) -> AsyncIterator[tuple[LaneScene, str]]:
-    async with serving(engine) as url:
-        log = MemoryLog(run="r")
-        await create_topics(log)
-        scene = LaneScene(log, model=base, engine_url=url)
-        async with scene.serving(**settings):
-            report = await scene.report(is_serving=True)
-            yield scene, report.weights_address
 
 
 async def test_the_fast_path_needs_no_copy_of_what_it_brings(base: Path, trained: Path) -> None:

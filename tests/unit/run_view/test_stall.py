@@ -157,11 +157,17 @@ def test_a_stall_ends_when_the_run_goes_on():
     assert len(watched.stalls) == before
 
 
-def test_a_stall_is_named_only_after_it_was_seen_for_a_while():
+def stalled_run(stopped: str) -> LiveRun:
+    """A healthy run that lacks a service in the end."""
     run = LiveRun(0)
     run.play(HEALTHY_S)
-    run.stopped.add("lanes")
+    run.stopped.add(stopped)
     run.play(1000)
+    return run
+
+
+def test_a_stall_is_named_only_after_it_was_seen_for_a_while():
+    run = stalled_run("lanes")
     watch = StallWatch(started())
     for message in run.messages:
         watch.apply(message)
@@ -174,10 +180,7 @@ def test_a_stall_is_named_only_after_it_was_seen_for_a_while():
 
 
 def test_the_state_of_a_run_has_its_stall_and_that_of_an_ended_run_has_none():
-    run = LiveRun(0)
-    run.play(HEALTHY_S)
-    run.stopped.add("merger")
-    run.play(1000)
+    run = stalled_run("merger")
     view = RunView(started())
     for message in run.messages:
         view.apply(message)

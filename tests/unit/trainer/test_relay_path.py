@@ -11,9 +11,10 @@ import pytest
 
 from forgemq_contracts import topics
 from forgemq_contracts.speculation import Speculation
-from forgemq_contracts.weights import RelayedLane, ReportedEngine
+from forgemq_contracts.weights import RelayedLane
 from forgemq_trainer.storage.durable import DurableWeights
 from forgemq_weight_relay import Receiver, WeightsKey
+from loadtests.stand_in_lane import heartbeat
 from tests.unit.trainer.bench import Bench, memory_bench
 from tests.unit.trainer.head_scene import save_head
 from tests.unit.trainer.scene import agent_samples, merge, scheduled_step
@@ -25,18 +26,7 @@ WAIT_S = 20.0
 
 async def _report(bench: Bench, address: str) -> None:
     while True:
-        report = ReportedEngine(
-            lane=0,
-            epoch=4,
-            url="http://127.0.0.1:9",
-            is_serving=True,
-            lineage=1,
-            version=0,
-            running=0,
-            queued=0,
-            reported_ms=0,
-            weights_address=address,
-        )
+        report = heartbeat(epoch=4, weights_address=address)
         await bench.write(topics.REPORTED_ENGINES, report)
         await asyncio.sleep(0.1)
 

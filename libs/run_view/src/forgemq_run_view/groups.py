@@ -210,11 +210,8 @@ class GroupBook:
             (self._entries[group_id] for group_id in self._shown(queue.domain)),
             key=lambda entry: entry.queue_index or 0,
         )
-        untaken = [
-            entry.queue_index
-            for entry in entries
-            if entry.queue_index is not None and entry.position() in _UNTAKEN
-        ]
+        # Every entry that is shown has an index.
+        untaken = (each.queue_index or 0 for each in entries if each.position() in _UNTAKEN)
         head = min(untaken, default=None)
         return QueueState(
             domain=queue.domain,
