@@ -62,7 +62,7 @@ def judge_case(case: str, seed: int, *, number: int) -> Path:
     last = folder_of(name_of(case, seed)) / "checkpoints" / "checkpoints" / f"step-{STEPS - 1:08}"
     model = "deploy/demo/model" if case == "base" else str(last)
     settings = ("rewards.beta=1.0", *SETTINGS)
-    run = f"{name_of(case, seed)}-judged-{number}"
+    run = f"judged-{case.replace('_', '-')}-{seed}-{number}"
     return judge(run, model, RUN_FILE, *settings, domain="shop_desk", samples=1)
 
 
