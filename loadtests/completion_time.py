@@ -132,7 +132,7 @@ def add_judged(measurement: Measurement) -> None:
             for metric, value in results(rows).items():
                 measurement.row(f"{case}, each", metric, value, UNITS.get(metric, "s"))
     ours, control = found["with_speed"], found["without_speed"]
-    for metric in ("wall_s_per_episode", "tool_s_per_episode"):
+    for metric in ("wall_s_per_episode", "completion_s_per_episode", "tool_s_per_episode"):
         measurement.row("with over without", metric, ours[metric] / control[metric], "ratio")
     for metric in ("parallel_share", "success_sampled"):
         measurement.row("with minus without", metric, ours[metric] - control[metric], "share")
