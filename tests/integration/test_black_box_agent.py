@@ -58,11 +58,11 @@ ADMIN_KEY = "an-admin-key-of-the-test"
 ORDER = Order((Line(3, "lamp"), Line(2, "mug")), "Order: {order}. What is the total?", 7)
 
 
-def configuration() -> RunConfiguration:
+def configuration(context_tokens_max: int) -> RunConfiguration:
     return RunConfiguration(
         run="r",
         seed=0,
-        model=Model(path=str(MODEL), context_tokens_max=1024, dtype="float32"),
+        model=Model(path=str(MODEL), context_tokens_max=context_tokens_max, dtype="float32"),
         queues=(Queue(domain="shop_desk", task_source="m:f", agent="m:f", group_size=2),),
         trainer=Trainer(steps=3),
         episodes=Episodes(sampling=Sampling(max_tokens=80)),
@@ -85,8 +85,11 @@ def skilled(context: str) -> str:
 class World:
     """The other services, as far as the gateway needs them: admits every group, serves one lane."""
 
-    def __init__(self, log: MemoryLog, say: Callable[[str], str]) -> None:
+    def __init__(
+        self, log: MemoryLog, say: Callable[[str], str], *, context_tokens_max: int
+    ) -> None:
         self.log, self.say = log, say
+        self.context_tokens_max = context_tokens_max
         self.rendering = Rendering.load(str(MODEL))
         self.tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
         self.served: list[tuple[list[int], list[int]]] = []
@@ -121,7 +124,7 @@ class World:
                 running=0,
                 queued=0,
                 reported_ms=1,
-                context_tokens_max=1024,
+                context_tokens_max=self.context_tokens_max,
             )
             output = Output(topic=topics.REPORTED_ENGINES.name, partition=0, record=record)
             await writer.write(emit_of(output))
@@ -178,14 +181,16 @@ class World:
 
 
 @asynccontextmanager
-async def running(say: Callable[[str], str]) -> AsyncIterator[tuple[str, World]]:
+async def running(
+    say: Callable[[str], str], *, context_tokens_max: int = 1024
+) -> AsyncIterator[tuple[str, World]]:
     """The gateway on a free port, with `World` behind it."""
     log = MemoryLog(run="r")
-    settings = configuration()
+    settings = configuration(context_tokens_max)
     await log.create_topics(partition_counts(small_run(group_partitions=2)))
     listener = socket.create_server(("127.0.0.1", 0))
     stop = asyncio.Event()
-    world = World(log, say)
+    world = World(log, say, context_tokens_max=context_tokens_max)
     async with asyncio.TaskGroup() as tasks:
         playing = tasks.create_task(world.run())
         tasks.create_task(

@@ -1,8 +1,9 @@
-"""Environments of verifiers through the real gateway: one with tools, and two of reasoning-gym.
+"""Environments of verifiers through the real gateway: one with tools, and two published ones.
 
 The log is in memory, and the test is scheduler and lane, as for the other agents that nobody wrote
-for ForgeMQ. No environment needs a network: the demo's shop as a `StatefulToolEnv`, and
-`ReasoningGymEnv`, which is part of verifiers, over two tasks of the package reasoning-gym.
+for ForgeMQ. No environment needs a network: the demo's shop as a `StatefulToolEnv`;
+`ReasoningGymEnv`, which is part of verifiers, over two tasks of the package reasoning-gym; and
+sophistry-bench-sprint from the package index, which brings passages to argue about.
 """
 
 import json
@@ -41,7 +42,7 @@ def _imports() -> Iterator[None]:
     sys.path[:] = path
 
 
-def loaded(name: str) -> tuple[EnvironmentAgent, TaskFile]:
+def loaded(name: str, *, held_out: int = 64) -> tuple[EnvironmentAgent, TaskFile]:
     """The agent and the tasks of `verifiers:NAME`, as a queue has them."""
     run = RunConfiguration(
         run="r",
@@ -49,7 +50,7 @@ def loaded(name: str) -> tuple[EnvironmentAgent, TaskFile]:
         model=Model(path="m"),
         queues=(Queue(domain="shop_desk", task_source="", agent=f"verifiers:{name}"),),
         trainer=Trainer(steps=1),
-        evaluation=Evaluation(tasks=64),
+        evaluation=Evaluation(tasks=held_out),
         code_paths=(str(ENVIRONMENTS),),
     )
     domain = load_domains(run)["shop_desk"]
@@ -72,6 +73,17 @@ def divides(context: str) -> str:
     """A policy that reads the numbers and answers with their greatest common divisor."""
     numbers = re.findall(r"\d+", context.rpartition("numbers: ")[2].partition(".")[0])
     return f"<answer>{math.gcd(*map(int, numbers))}</answer>"
+
+
+def quotes(context: str) -> str:
+    """A policy that makes as many claims as the rubric likes, each with words of the passage."""
+    passage = context.rpartition("PASSAGE:\n")[2].partition("\n\nQUESTION: ")[0]
+    lines = [line.strip() for line in passage.splitlines() if len(line.strip()) > 20]
+    return "\n".join(f"<claim>{n}.</claim>\n<cite>{lines[n]}</cite>" for n in range(8))
+
+
+def claims(context: str) -> str:
+    return "<claim>It is so.</claim>"
 
 
 def gives_up(context: str) -> str:
@@ -131,3 +143,26 @@ async def test_an_environment_of_reasoning_gym_scores_right_and_wrong_answers(na
         "check_answer_reward_func": reward,
         "format_reward_func": 1.0,
     }
+
+
+@pytest.mark.skipif(find_spec("sophistry_bench_sprint") is None, reason="needs the environment")
+@pytest.mark.parametrize(
+    ("policy", "reward", "counted"),
+    [
+        # Eight claims are the most that the rubric rewards; every quotation is in the passage.
+        (quotes, 1.0, {"n_claims_metric": 8.0, "n_citations_metric": 8.0}),
+        # One claim of eight earns 0.5625, none of it quoted 0; the reward is the mean.
+        (claims, 0.28125, {"n_claims_metric": 1.0, "n_citations_metric": 0.0}),
+    ],
+)
+async def test_a_published_environment_over_passages_scores_as_its_own_rubric_says(
+    policy, reward, counted
+):
+    agent, tasks = loaded("sophistry_bench_sprint", held_out=0)
+    async with running(policy, context_tokens_max=16_384) as (url, world):
+        episode = await played(agent, url, world, task=tasks(0, "d", 0))
+    assert (episode.status, episode.detail, outcome(episode)) == ("completed", "", [reward])
+    metrics = json.loads(episode.result)["metrics"]
+    assert {name: metrics[name] for name in counted} == counted
+    assert metrics["aggregate_reward"] == reward
+    assert metrics["starts_with_canary_reward"] == 1.0

@@ -73,6 +73,14 @@ def load_environment():
 """
 
 
+# The row that trains is numbered 0 in its data set and 1 among those that are held out.
+LEAKS = SOUND.replace(
+    'system_prompt="Add.",',
+    """eval_dataset=Dataset.from_list(
+            [{"question": "1 + 1", "answer": "2"}, {"question": "2 + 2", "answer": "4"}]
+        ),""",
+)
+
 NO_ENVIRONMENT = """
 from types import SimpleNamespace
 
@@ -116,6 +124,7 @@ def test_a_queue_with_an_environment_has_its_agent_its_tasks_and_its_pool(module
         (SOUND.replace('"Add."', "1 / 0"), 0, "Failed to load environment.*division by zero"),
         (SOUND.replace("right(completion, answer)", "right(completions)"), 0, "function right"),
         (SOUND, 1, "its eval_dataset has 0 rows, and evaluation.tasks is 1"),
+        (LEAKS, 2, r"1 of the 2 rows of its eval_dataset are among .*; the first is row 1.*2 \+ 2"),
         (
             SOUND.replace('system_prompt="Add."', "interleaved_rollouts=True"),
             0,

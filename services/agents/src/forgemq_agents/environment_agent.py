@@ -20,7 +20,7 @@ from msgspec import UNSET, UnsetType
 from forgemq_agents.environment_rubric import note_failures, score, unscorable
 from forgemq_agents.episode import Episode
 from forgemq_agents.errors import AgentFailedError, PolicyFailedError
-from forgemq_agents.task_file import TaskFile
+from forgemq_agents.task_file import TaskFile, repeated
 from forgemq_contracts.fields import REWARD_SIZE_MAX, TruncationCause
 from forgemq_contracts.run import Evaluation
 
@@ -28,6 +28,9 @@ from forgemq_contracts.run import Evaluation
 # start again.
 TIMEOUT_S = 3600.0
 RETRIES_MAX = 10
+
+_SHOWN_CHARACTERS = 200
+"""Of a row in an error."""
 
 
 class UnplayableError(ValueError):
@@ -76,14 +79,16 @@ class EnvironmentAgent:
         """The rows of its data sets as tasks; held out are those of `eval_dataset`.
 
         Raises:
-            UnplayableError: it has no data set, or too few rows for the evaluation.
+            UnplayableError: it has no data set, too few rows for the evaluation, or held-out rows
+                that train too.
         """
         environment = self._environment
         try:
-            training, held_out = environment.get_dataset(), []
+            training, held_out, both = environment.get_dataset(), [], []
             # Without one, verifiers would evaluate on what trains.
             if evaluation.tasks and environment.build_eval_dataset() is not None:
                 held_out = environment.get_eval_dataset()
+                both = repeated(map(_own_fields, held_out), training=map(_own_fields, training))
         except Exception as error:
             # A data set is built by the user's code.
             raise UnplayableError(f"no data set: {type(error).__name__}: {error}") from error
@@ -93,6 +98,12 @@ class EnvironmentAgent:
             raise UnplayableError(
                 f"its eval_dataset has {len(held_out)} rows, and evaluation.tasks is "
                 f"{evaluation.tasks}"
+            )
+        if both:
+            raise UnplayableError(
+                f"{len(both)} of the {len(held_out)} rows of its eval_dataset are among those of "
+                f"its data set, which train; the first is row {both[0]}, counted from 0: "
+                f"{str(held_out[both[0]])[:_SHOWN_CHARACTERS]}"
             )
         return TaskFile(training, held_out, held_out_from=evaluation.task_offset, is_pool=is_pool)
 
@@ -123,6 +134,11 @@ class EnvironmentAgent:
         # What is no turn is the environment's time: its tools, and whatever it does before a turn.
         with episode.tool():
             return await environment.rollout(episode.task, client, "policy", sampling)
+
+
+def _own_fields(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without the number that verifiers gives it in its data set."""
+    return {name: value for name, value in row.items() if name != "example_id"}
 
 
 async def _report(episode: Episode, state: Any) -> None:  # noqa: ANN401 - a State of verifiers

@@ -1,6 +1,6 @@
 """A task source over files: a task a line (JSONL) or a row (Parquet, Arrow)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -77,7 +77,7 @@ def read_tasks(path: Path, *, split: str = "", usual_split: str = "train") -> li
     return _tasks(path)
 
 
-def repeated(held_out: Sequence[Any], *, training: Sequence[Any]) -> list[int]:
+def repeated(held_out: Iterable[Any], *, training: Iterable[Any]) -> list[int]:
     """Indices of the held-out tasks that are among those that train, equal in all their fields."""
     known = set(map(_digest, training))
     return [index for index, task in enumerate(held_out) if _digest(task) in known]
