@@ -49,7 +49,13 @@ def _rewards(rollout: Rollout, truncated: str) -> tuple[float, float, list[float
 
 
 def _expected(
-    rollouts: list[Rollout], *, alpha: float, beta: float, baseline: str, truncated: str
+    rollouts: list[Rollout],
+    *,
+    alpha: float,
+    beta: float,
+    baseline: str,
+    truncated: str,
+    discount: float,
 ) -> list[tuple[int, int, float]]:
     """(episode, turn, advantage) of all that trains, by brute force over pairs of episodes."""
     counted = {
@@ -61,7 +67,10 @@ def _expected(
 
     def from_turn(index: int, turn: int) -> float:
         outcome, speed, process = counted[index]
-        return float(np.float64(outcome) + beta * speed + alpha * np.sum(process[turn:]))
+        rest = alpha * np.array(process[turn:])
+        # The end belongs to the last turn; beyond it nothing is left to wait for.
+        final = (outcome + beta * speed) * discount ** max(0, len(rest) - 1)
+        return float(final + np.sum(rest * discount ** np.arange(len(rest))))
 
     found = []
     for index in compared:
@@ -102,9 +111,10 @@ def _scored(rollouts: list[Rollout], **settings: object) -> ScoredGroup:
     st.sampled_from(["grade", "zero", "mask", "no_loss"]),
     st.sampled_from([1.0, 0.5, 0.0]),
     st.sampled_from([0.25, 0.5, 1.0]),
+    st.sampled_from([1.0, 0.9, 0.5]),
 )
 def test_a_groups_advantages_are_those_of_the_definition(
-    rollouts, baseline, truncated, alpha, fraction
+    rollouts, baseline, truncated, alpha, fraction, discount
 ):
     """Failed, masked, truncated and empty episodes in any mixture, closed groups among them."""
     scored = _scored(
@@ -114,8 +124,16 @@ def test_a_groups_advantages_are_those_of_the_definition(
         alpha=alpha,
         beta=0.5,
         group_min_fraction=fraction,
+        discount=discount,
     )
-    expected = _expected(rollouts, alpha=alpha, beta=0.5, baseline=baseline, truncated=truncated)
+    expected = _expected(
+        rollouts,
+        alpha=alpha,
+        beta=0.5,
+        baseline=baseline,
+        truncated=truncated,
+        discount=discount,
+    )
     kept = sum(_rewards(rollout, truncated) is not None for rollout in rollouts)
     if kept < max(2, fraction * len(rollouts)):
         assert scored.not_trainable == "failed"
