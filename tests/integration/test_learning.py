@@ -14,6 +14,9 @@ STEPS = 16
 FIRST, LAST = 4, 6
 """Versions compared. Each has about 64 episodes, so the means differ by chance by about 0.04."""
 
+FOUR_UPDATES = ("updates.minibatches=4", "optimizer.lr=4e-4")
+"""Each update has a quarter of the step's groups, so its learning rate is smaller."""
+
 
 def success_at_both_ends(
     folder: Path, run_id: str, *overrides: str, environ: dict[str, str]
@@ -41,17 +44,16 @@ def test_success_rises_within_sixteen_steps(kafka_bootstrap, base_engine_url, ne
 def test_success_rises_within_sixteen_steps_of_four_updates_each(
     kafka_bootstrap, base_engine_url, new_run_id, tmp_path
 ):
-    """Each update has a quarter of the step's groups, so its learning rate is smaller."""
     environ = {"FORGEMQ_KAFKA": kafka_bootstrap, "FORGEMQ_ENGINE_URL": base_engine_url}
-    several = ("updates.minibatches=4", "optimizer.lr=4e-4")
-    first, last = success_at_both_ends(tmp_path, new_run_id(), *several, environ=environ)
+    first, last = success_at_both_ends(tmp_path, new_run_id(), *FOUR_UPDATES, environ=environ)
     assert last > first + 0.05
 
 
+@pytest.mark.parametrize("updates", [(), FOUR_UPDATES], ids=["one", "four"])
 def test_with_returns_shuffled_inside_each_group_success_does_not_rise(
-    kafka_bootstrap, base_engine_url, new_run_id, tmp_path
+    kafka_bootstrap, base_engine_url, new_run_id, tmp_path, updates
 ):
     environ = {"FORGEMQ_KAFKA": kafka_bootstrap, "FORGEMQ_ENGINE_URL": base_engine_url}
-    shuffle = "rewards.shuffle_returns=true"
-    first, last = success_at_both_ends(tmp_path, new_run_id(), shuffle, environ=environ)
+    chosen = ("rewards.shuffle_returns=true", *updates)
+    first, last = success_at_both_ends(tmp_path, new_run_id(), *chosen, environ=environ)
     assert last < first + 0.1
