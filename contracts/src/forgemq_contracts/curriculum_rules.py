@@ -1,7 +1,15 @@
 """Which curricula a run can have."""
 
+from forgemq_contracts.curriculum import SAMPLERS, Curriculum
 from forgemq_contracts.environments import environment_of
 from forgemq_contracts.run import RunConfiguration
+
+_FIELDS_OF_SAMPLERS = {
+    "success_min": ("success_band",),
+    "success_max": ("success_band",),
+    "explore": ("success_band", "hardest_first"),
+}
+"""Fields that only these of the ready samplers read; one of the user's own may read all."""
 
 
 def check_curricula(configuration: RunConfiguration) -> None:
@@ -27,8 +35,21 @@ def check_curricula(configuration: RunConfiguration) -> None:
                 f"{name}.success_min must be at most success_max, got {own.success_min:g} and "
                 f"{own.success_max:g}"
             )
+        _check_fields_are_read(own, name=name)
         if own.tasks is not None and own.tasks > configuration.evaluation.task_offset:
             raise ValueError(
                 f"{name}.tasks must be at most evaluation.task_offset, from where on tasks are "
                 f"held out, got {own.tasks} and {configuration.evaluation.task_offset}"
+            )
+
+
+def _check_fields_are_read(own: Curriculum, *, name: str) -> None:
+    usual = Curriculum(sampler=own.sampler)
+    for field, samplers in _FIELDS_OF_SAMPLERS.items():
+        given = getattr(own, field)
+        is_read = own.sampler in samplers or own.sampler not in SAMPLERS
+        if not is_read and given != getattr(usual, field):
+            raise ValueError(
+                f"{name}.{field} must be left out if sampler is {own.sampler}: it is for "
+                f"{' and '.join(samplers)}, got {given:g}"
             )

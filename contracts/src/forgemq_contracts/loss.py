@@ -84,8 +84,19 @@ class Loss(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 0.0
 
 
+_FIELDS_OF_KINDS = {
+    "ratio_cap": ("cispo", "truncated_is"),
+    "clip_low": ("ppo_clip", "gspo"),
+    "clip_high": ("ppo_clip", "gspo"),
+    "clip_dual": ("ppo_clip", "gspo"),
+    "mask_low": ("icepop",),
+    "mask_high": ("icepop",),
+}
+"""Fields that only these losses read."""
+
+
 def check_loss(loss: Loss) -> None:
-    """Refuse fields that cannot work together.
+    """Refuse fields that cannot work together, or that the chosen loss would not read.
 
     Raises:
         ValueError: Names the field and the rule.
@@ -105,14 +116,38 @@ def check_loss(loss: Loss) -> None:
             f"loss.anchor must be behaviour if loss.kind is {loss.kind}, which corrects the ratio "
             f"to the behaviour itself; step_start is for {', '.join(ANCHORED_KINDS)} and your own"
         )
+    _check_fields_are_read(loss)
     mask = loss.sequence_mask
-    if mask is not None and mask.low >= mask.high:
-        raise ValueError(
-            "loss.sequence_mask.low must be below loss.sequence_mask.high, "
-            f"got {mask.low:g} and {mask.high:g}"
-        )
+    if mask is not None:
+        _check_band("loss.sequence_mask.low", "high", low=mask.low, high=mask.high)
+    if loss.kind == "icepop":
+        _check_band("loss.mask_low", "mask_high", low=loss.mask_low, high=loss.mask_high)
     if loss.group_tokens is not None and loss.normalisation != "step":
         raise ValueError(
             "loss.group_tokens must be left out if loss.normalisation is given: each says what the "
             f"losses are divided by, got {loss.group_tokens} and {loss.normalisation!r}"
+        )
+
+
+def _check_fields_are_read(loss: Loss) -> None:
+    usual = Loss()
+    for field, kinds in _FIELDS_OF_KINDS.items():
+        given = getattr(loss, field)
+        if loss.kind not in kinds and given != getattr(usual, field):
+            raise ValueError(
+                f"loss.{field} must be left out if loss.kind is {loss.kind}: it is for "
+                f"{' and '.join(kinds)}, got {given:g}"
+            )
+    if loss.anchor != "step_start" and loss.anchor_weight_cap != usual.anchor_weight_cap:
+        raise ValueError(
+            "loss.anchor_weight_cap must be left out if loss.anchor is not step_start, "
+            f"got {loss.anchor_weight_cap:g}"
+        )
+
+
+def _check_band(low_field: str, high_field: str, *, low: float, high: float) -> None:
+    if not low < 1 < high:
+        raise ValueError(
+            f"{low_field} must be below 1 and {high_field} above it: the ratio of what the newest "
+            f"policy sampled is 1, and would be masked, got {low:g} and {high:g}"
         )

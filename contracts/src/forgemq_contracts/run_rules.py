@@ -56,6 +56,7 @@ def check(configuration: RunConfiguration) -> None:
             f"got {configuration.log.lanes_max} and {configuration.log.lanes}"
         )
     _check_agents(configuration)
+    _check_evaluation(configuration)
     _check_live(configuration)
     _check_sampling(configuration)
     _check_domains(configuration)
@@ -127,11 +128,20 @@ def _check_agents(configuration: RunConfiguration) -> None:
                 f"{name}.held_out_file must be given if evaluation.tasks is above 0: the tasks of "
                 f"task_file train, got {configuration.evaluation.tasks}"
             )
-    if configuration.evaluation.tasks and not played_queues(configuration):
+
+
+def _check_evaluation(configuration: RunConfiguration) -> None:
+    evaluation = configuration.evaluation
+    if evaluation.tasks and not played_queues(configuration):
         raise ValueError(
-            f"evaluation.tasks must be 0 if no queue has an agent, got "
-            f"{configuration.evaluation.tasks}: agents that play from outside ask for "
-            'held-out groups themselves, by POST /v1/groups with "purpose": "eval"'
+            f"evaluation.tasks must be 0 if no queue has an agent, got {evaluation.tasks}: agents "
+            "that play from outside ask for held-out groups themselves, by POST /v1/groups with "
+            '"purpose": "eval"'
+        )
+    if evaluation.tasks and not (evaluation.sampled or evaluation.greedy):
+        raise ValueError(
+            "evaluation.sampled or evaluation.greedy must be true if evaluation.tasks is above 0, "
+            f"or nothing would be played, got {evaluation.tasks}"
         )
 
 

@@ -42,8 +42,18 @@ def run_of(queue: dict[str, str], **curriculum: object) -> RunConfiguration:
         ),
         (
             {},
-            {"tasks": 5, "success_min": 0.6, "success_max": 0.5},
+            {"sampler": "success_band", "tasks": 5, "success_min": 0.6, "success_max": 0.5},
             r"^queues\.a\.curriculum\.success_min must be at most success_max, got 0\.6 and 0\.5$",
+        ),
+        (
+            {},
+            {"sampler": "hardest_first", "tasks": 5, "success_min": 0.3},
+            r"^queues\.a\.curriculum\.success_min .* sampler is hardest_first: it is for success",
+        ),
+        (
+            {},
+            {"tasks": 5, "explore": 0.3},
+            r"\.explore .* if sampler is age: it is for success_band and hardest_first, got 0\.3$",
         ),
         ({}, {"tasks": 1001}, r"^queues\.a\.curriculum\.tasks .* got 1001 and 1000$"),
     ],
@@ -57,3 +67,10 @@ def test_a_curriculum_stays_when_a_run_is_resumed():
     check(run_of({}, tasks=5))
     with pytest.raises(ValueError, match=r"^queues\.a\.curriculum\.tasks was 5 .* chosen with it"):
         check_changes(run_of({}, tasks=5), run_of({}, tasks=6))
+
+
+@pytest.mark.parametrize("sampler", ["success_band", "age", "hardest_first", "own.module:choose"])
+def test_every_sampler_is_taken_and_ones_own_may_read_every_field(sampler):
+    check(run_of({}, sampler=sampler, tasks=5))
+    own = {"success_min": 0.3, "success_max": 0.5, "explore": 0.3}
+    check(run_of({}, sampler="own.module:choose", tasks=5, **own))

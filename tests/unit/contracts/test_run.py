@@ -10,7 +10,7 @@ from forgemq_contracts.domain_settings import DomainSampling
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.lane_engines import LaneEngines, RoleEngines
 from forgemq_contracts.live_key import LiveKey
-from forgemq_contracts.loss import LOSS_KINDS, Loss
+from forgemq_contracts.loss import LOSS_KINDS, Loss, SequenceMask
 from forgemq_contracts.pool import Pool
 from forgemq_contracts.run import (
     MODEL_TYPES,
@@ -183,6 +183,16 @@ def test_an_unknown_loss_is_refused_by_name(kind):
         check(msgspec.structs.replace(SOUND, loss=Loss(kind=kind)))
 
 
+@pytest.mark.parametrize("mode", ["sampled", "greedy"])
+def test_an_evaluation_that_plays_nothing_is_refused(mode):
+    none = Evaluation(tasks=3, sampled=False, greedy=False)
+    check(msgspec.structs.replace(SOUND, evaluation=msgspec.structs.replace(none, **{mode: True})))
+    with pytest.raises(
+        ValueError, match=r"^evaluation\.sampled or evaluation\.greedy must be true"
+    ):
+        check(msgspec.structs.replace(SOUND, evaluation=none))
+
+
 @pytest.mark.parametrize("kind", [*LOSS_KINDS, "own.module:loss"])
 def test_a_known_loss_and_a_users_own_are_taken(kind):
     check(msgspec.structs.replace(SOUND, loss=Loss(kind=kind)))
@@ -193,6 +203,37 @@ def test_group_tokens_and_a_normalisation_exclude_each_other():
     both = Loss(normalisation="group", group_tokens=8)
     with pytest.raises(ValueError, match=r"^loss\.group_tokens must be left out if "):
         check(msgspec.structs.replace(SOUND, loss=both))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (
+            Loss(clip_high=0.28),
+            r"^loss\.clip_high must be left out if loss\.kind is cispo: it is for ",
+        ),
+        (
+            Loss(kind="gspo", ratio_cap=2.0),
+            r"^loss\.ratio_cap .* for cispo and truncated_is, got 2$",
+        ),
+        (Loss(kind="ppo_clip", mask_high=2.0), r"^loss\.mask_high .* it is for icepop, got 2$"),
+        (Loss(kind="own.module:loss", clip_low=0.1), r"^loss\.clip_low must be left out"),
+        (Loss(anchor_weight_cap=2.0), r"^loss\.anchor_weight_cap .* is not step_start, got 2$"),
+    ],
+)
+def test_a_field_that_the_chosen_loss_does_not_read_is_refused_by_name(loss, message):
+    with pytest.raises(ValueError, match=message):
+        check(msgspec.structs.replace(SOUND, loss=loss))
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.5, 0.9), (1.0, 2.0), (1.5, 2.0), (8.0, 0.1)])
+def test_a_band_that_masks_what_the_newest_policy_sampled_is_refused(low, high):
+    for loss, field in [
+        (Loss(kind="icepop", mask_low=low, mask_high=high), "mask_low"),
+        (Loss(sequence_mask=SequenceMask(low=low, high=high)), r"sequence_mask\.low"),
+    ]:
+        with pytest.raises(ValueError, match=rf"^loss\.{field} must be below 1 and "):
+            check(msgspec.structs.replace(SOUND, loss=loss))
 
 
 @pytest.mark.parametrize("kind", LOSS_KINDS)
