@@ -1,11 +1,14 @@
 """What a run with supervised domains must and must not have."""
 
+from collections.abc import Container, Sequence
+
 from forgemq_contracts.lane_engines import is_paired
 from forgemq_contracts.run import Queue, RunConfiguration, supervised_fractions
+from forgemq_contracts.stages import Stage
 
 _OF_AGENTS = (
     *("agent", "task_source", "held_out_file", "task_split", "held_out_split"),
-    *("outcome", "process", "speed", "curriculum"),
+    *("outcome", "process", "speed", "curriculum", "sampling"),
 )
 """Fields of a queue whose episodes are sampled, compared and graded."""
 
@@ -22,6 +25,7 @@ def check_supervised(configuration: RunConfiguration) -> None:
     for queue in configuration.queues:
         if queue.supervised is not None:
             _check_queue(queue)
+    _check_stages(configuration.stages, supervised=fractions)
     total, has_others = sum(fractions.values()), len(fractions) < len(configuration.queues)
     if total > 1 or (total == 1 and has_others):
         bound = "below 1, since other domains train too" if has_others else "at most 1"
@@ -44,6 +48,16 @@ def _check_queue(queue: Queue) -> None:
                 f"{name}.{field} must be left out in a supervised domain: its conversations are "
                 f"finished, got {getattr(queue, field)!r}"
             )
+
+
+def _check_stages(stages: Sequence[Stage], *, supervised: Container[str]) -> None:
+    for index, stage in enumerate(stages):
+        for own in stage.domains:
+            if own.domain in supervised and own.sampling is not None:
+                raise ValueError(
+                    f"stages.{index}.domains.{own.domain}.sampling must be left out: the domain "
+                    "is supervised, and its conversations are finished"
+                )
 
 
 def _check_beside(configuration: RunConfiguration) -> None:

@@ -1,10 +1,13 @@
 """What a run with a supervised domain is refused for, and what it takes."""
 
+from contextlib import nullcontext
+
 import msgspec
 import pytest
 
 from forgemq_contracts.curriculum import Curriculum
 from forgemq_contracts.distillation import Distillation
+from forgemq_contracts.domain_settings import DomainSampling
 from forgemq_contracts.lane_engines import LaneEngines, RoleEngines
 from forgemq_contracts.run import (
     Model,
@@ -18,6 +21,7 @@ from forgemq_contracts.run import (
 from forgemq_contracts.run_changes import check_changes
 from forgemq_contracts.run_rules import check
 from forgemq_contracts.speculation import Speculation
+from forgemq_contracts.stages import Stage, StageDomain
 from forgemq_contracts.supervised import Supervised
 
 DESK = Queue(domain="desk", task_source="m:f", agent="m:g")
@@ -64,12 +68,28 @@ def test_a_supervised_domain_is_supplied_by_its_file_and_plays_no_evaluation():
             {"curriculum": Curriculum(sampler="oldest")},
             r"^queues\.talks\.curriculum must be left out",
         ),
+        (
+            {"sampling": DomainSampling(temperature=0.5, max_tokens=64)},
+            r"^queues\.talks\.sampling must be left out",
+        ),
         ({"supervised": Supervised(fraction=1.0)}, r"fraction: all .* must be below 1, .*got 1$"),
     ],
 )
 def test_a_supervised_domain_that_is_sampled_compared_or_alone_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         check(with_talks(**changes))
+
+
+def test_a_stage_that_samples_a_supervised_domain_is_refused():
+    sampling = DomainSampling(temperature=0.5, max_tokens=64)
+    for domain, message in [("desk", ""), ("talks", r"^stages\.0\.domains\.talks\.sampling must")]:
+        domains = tuple(
+            StageDomain(domain=each, share=0.5, sampling=sampling if each == domain else None)
+            for each in ("desk", "talks")
+        )
+        staged = msgspec.structs.replace(SOUND, stages=(Stage(from_step=0, domains=domains),))
+        with pytest.raises(ValueError, match=message) if message else nullcontext():
+            check(staged)
 
 
 def test_supervised_domains_alone_may_have_all_of_the_loss_and_not_more():
