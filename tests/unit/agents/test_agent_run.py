@@ -41,6 +41,14 @@ async def test_a_run_is_evaluated_trained_and_evaluated_again(memory_gateway):
     assert msgspec.json.decode(end.result) == {"said": "key-g-count-0.0.0 speaking"}
 
 
+async def test_no_training_group_has_a_held_out_task_however_many_there_are(memory_gateway):
+    gateway = await memory_gateway(groups_to_train=6)
+    await play(gateway, well, evaluation=Evaluation(tasks=2, task_offset=3, greedy=False))
+    asked = [(g.request.purpose, task_of(g)["k"]) for g in gateway.in_order()]
+    assert [k for purpose, k in asked if purpose == "train"][:6] == [0, 1, 2, 5, 6, 7]
+    assert {k for purpose, k in asked if purpose == "eval"} == {3, 4}
+
+
 async def test_a_model_is_judged_by_several_episodes_of_each_held_out_task_and_nothing_else(
     memory_gateway,
 ):

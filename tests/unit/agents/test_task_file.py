@@ -16,6 +16,7 @@ from forgemq_agents.core.task_order import order_of_pass
 from forgemq_agents.errors import TaskFileError
 from forgemq_agents.task_file import TaskFile, read_tasks
 from forgemq_agents.user_code import UserCodeError, load_domains
+from forgemq_contracts.curriculum import Curriculum
 from forgemq_contracts.run import Evaluation, Model, Queue, RunConfiguration, Trainer
 from forgemq_contracts.supervised import Supervised
 
@@ -37,11 +38,19 @@ def test_the_order_of_a_pass_is_the_same_on_every_machine_and_differs_by_what_na
 
 
 def test_passes_follow_one_another_and_held_out_tasks_come_in_file_order():
-    tasks = TaskFile(["a", "b", "c"], ["x", "y"], held_out_from=100)
+    tasks = TaskFile(["a", "b", "c"], ["x", "y"], evaluation=Evaluation(tasks=2, task_offset=100))
     passes = [[tasks(7, "d", 3 * number + place) for place in range(3)] for number in range(20)]
     assert all(sorted(each) == ["a", "b", "c"] for each in passes)
     assert len({tuple(each) for each in passes}) > 1
     assert [tasks(7, "d", 100), tasks(7, "d", 101)] == ["x", "y"]
+
+
+def test_passes_go_on_behind_the_held_out_tasks():
+    tasks = TaskFile(["a", "b", "c"], ["x", "y"], evaluation=Evaluation(tasks=2, task_offset=4))
+    numbers = [0, 1, 2, 3, 6, 7, 8, 9, 10]
+    trained = [tasks(7, "d", number) for number in numbers]
+    assert [sorted(trained[start : start + 3]) for start in (0, 3, 6)] == [["a", "b", "c"]] * 3
+    assert [tasks(7, "d", 4), tasks(7, "d", 5)] == ["x", "y"]
 
 
 def test_lines_rows_and_folders_of_both_are_read(tmp_path):
@@ -131,6 +140,15 @@ def test_a_file_that_cannot_serve_the_run_is_refused_with_its_field(
     (code_path / "empty.jsonl").write_text("\n")
     with pytest.raises(UserCodeError, match=message):
         load_domains(run_of(code_path, evaluated=evaluated, **files))
+
+
+def test_a_file_as_a_pool_that_reaches_into_the_held_out_numbers_is_refused(code_path):
+    (code_path / "train.jsonl").write_text("1\n" * 1001)
+    run = run_of(code_path, task_file="train.jsonl")
+    (queue,) = run.queues
+    pooled = msgspec.structs.replace(queue, curriculum=Curriculum(sampler="age"))
+    with pytest.raises(UserCodeError, match=r"^queues\.d\.curriculum: .* 1001 .* got 1000$"):
+        load_domains(msgspec.structs.replace(run, queues=(pooled,)))
 
 
 def test_a_supervised_queue_has_the_conversations_of_its_file_as_imports(code_path):

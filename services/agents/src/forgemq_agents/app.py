@@ -108,9 +108,7 @@ async def play_run(
                 telemetry=telemetry,
             ),
             domains=domains,
-            seed=configuration.seed,
-            stages=configuration.stages,
-            episodes_max=configuration.episodes.concurrent_max,
+            configuration=configuration,
         )
         run = AgentRun(
             configuration,

@@ -105,7 +105,7 @@ class EnvironmentAgent:
                 f"its data set, which train; the first is row {both[0]}, counted from 0: "
                 f"{str(held_out[both[0]])[:_SHOWN_CHARACTERS]}"
             )
-        return TaskFile(training, held_out, held_out_from=evaluation.task_offset, is_pool=is_pool)
+        return TaskFile(training, held_out, evaluation=evaluation, is_pool=is_pool)
 
     async def __call__(self, episode: Episode) -> None:
         """Play an episode: its task is a row of the data set.

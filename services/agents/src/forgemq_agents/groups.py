@@ -7,14 +7,15 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Raw
 
-from forgemq_agents.core.schedule import EvaluationGroup, training_key
+from forgemq_agents.core.schedule import EvaluationGroup, training_key, training_task
 from forgemq_agents.episode_player import EpisodePlayer
 from forgemq_agents.errors import EpisodeOverError
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.room import Reservation, Room
 from forgemq_agents.user_code import DomainCode
 from forgemq_contracts.admin import Claim, GroupRequest, GroupStatus
-from forgemq_contracts.stages import Stage, of_domain
+from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.stages import of_domain
 
 # Length of one long poll for a slot. It may be long: the gateway answers at the change itself.
 SLOT_WAIT_S = 20.0
@@ -42,16 +43,15 @@ class Groups:
         gateway: GatewayClient,
         player: EpisodePlayer,
         domains: Mapping[str, DomainCode],
-        seed: int,
-        stages: tuple[Stage, ...],
-        episodes_max: int,
+        configuration: RunConfiguration,
     ) -> None:
         self._gateway = gateway
         self._player = player
         self._domains = domains
-        self._seed = seed
-        self._stages = stages
-        self._room = Room(episodes_max)
+        self._seed = configuration.seed
+        self._stages = configuration.stages
+        self._evaluation = configuration.evaluation
+        self._room = Room(configuration.episodes.concurrent_max)
         # One group of each kind claims at a time, in the order in which they were admitted. If all
         # took turns, all would begin, and with little room none would end before its deadline.
         self._claiming = {is_training: asyncio.Lock() for is_training in (True, False)}
@@ -64,14 +64,15 @@ class Groups:
 
         Args:
             domain: Of its queue.
-            number: That of the group; of the task, too, if nothing chose one.
+            number: That of the group; the task follows from it if nothing chose one.
             stage: None in a run without stages.
             chosen: The task that a curriculum chose.
 
         Raises:
             TrainingEndedError: no further training group is taken.
         """
-        task_number = number if chosen is None else chosen.task_number
+        usual = training_task(self._evaluation, number)
+        task_number = usual if chosen is None else chosen.task_number
         return await self._gateway.request_group(
             GroupRequest(
                 domain=domain,

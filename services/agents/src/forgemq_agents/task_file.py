@@ -11,6 +11,7 @@ import msgspec
 from forgemq_agents.core.task_order import order_of_pass
 from forgemq_agents.errors import TaskFileError
 from forgemq_agents.task_folder import FORMATS, FORMATS_NAMED, files_of
+from forgemq_contracts.run import Evaluation
 
 _PASSES_KEPT = 2
 """Groups are asked for ahead, so two passes over a file overlap."""
@@ -20,7 +21,8 @@ class TaskFile:
     """Training tasks pass by pass, each pass in an order of its own; held-out tasks in file order.
 
     Example: with 3 training tasks, task numbers 0 to 2 are these three in one order and 3 to 5 in
-    another one; task number `held_out_from` + 4 is the fifth held-out task.
+    another one; task number `evaluation.task_offset` + 4 is the fifth held-out task. Passes go on
+    behind the last one that is played.
     """
 
     def __init__(
@@ -28,29 +30,32 @@ class TaskFile:
         training: Sequence[Any],
         held_out: Sequence[Any],
         *,
-        held_out_from: int,
+        evaluation: Evaluation,
         is_pool: bool = False,
     ) -> None:
         """A source of these tasks, JSON-able values; at least one trains.
 
         Args:
             training: Tasks that train.
-            held_out: Tasks of evaluation.
-            held_out_from: Number of the first of these.
+            held_out: Tasks of evaluation; the first of them are played.
+            evaluation: How many are, and the number of the first.
             is_pool: Task number n is training task n: something else chooses the order.
         """
         self.count = len(training)
         self._is_pool = is_pool
         self._training, self._held_out = training, held_out
-        self._held_out_from = held_out_from
+        self._evaluation = evaluation
         self._order = lru_cache(maxsize=_PASSES_KEPT)(self._order_of)
 
     def __call__(self, seed: int, domain: str, number: int) -> Any:  # noqa: ANN401 - a user's value
         """The task of this number."""
-        if number >= self._held_out_from:
-            return self._held_out[number - self._held_out_from]
+        behind = number - self._evaluation.task_offset
+        if 0 <= behind < self._evaluation.tasks:
+            return self._held_out[behind]
         if self._is_pool:
             return self._training[number]
+        if behind >= 0:
+            number -= self._evaluation.tasks
         passes, place = divmod(number, len(self._training))
         return self._training[self._order(seed, domain, passes)[place]]
 

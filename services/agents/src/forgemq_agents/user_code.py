@@ -114,6 +114,11 @@ def _domain_code(queue: Queue, evaluation: Evaluation) -> DomainCode:
     if pool is None:
         assert isinstance(source, TaskFile), "a pool without a size is a file or a data set"
         pool = source.count
+    if pool > evaluation.task_offset:
+        raise UserCodeError(
+            f"{field}.curriculum: its pool has {pool} tasks, and evaluation.task_offset must be at "
+            f"least that: tasks are held out from there on, got {evaluation.task_offset}"
+        )
     return DomainCode(task_source=source, play=play, sampler=sampler, pool=pool)
 
 
@@ -137,7 +142,7 @@ def _supervised_code(queue: Queue, evaluation: Evaluation) -> DomainCode:
         raise UserCodeError(f"{field}: {error}") from error
     if not conversations:
         raise UserCodeError(f"{field}: {queue.task_file} has no conversation")
-    source = TaskFile(conversations, (), held_out_from=evaluation.task_offset)
+    source = TaskFile(conversations, (), evaluation=evaluation)
     return DomainCode(task_source=source, play=supervised.play, source="import")
 
 
@@ -161,7 +166,7 @@ def _task_file(queue: Queue, evaluation: Evaluation) -> TaskFile:
     return TaskFile(
         training,
         held_out,
-        held_out_from=evaluation.task_offset,
+        evaluation=evaluation,
         is_pool=queue.curriculum is not None,
     )
 

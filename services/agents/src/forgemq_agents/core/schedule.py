@@ -44,6 +44,14 @@ def training_key(domain: str, task_number: int) -> str:
     return f"{domain}/{task_number}"
 
 
+def training_task(evaluation: Evaluation, number: int) -> int:
+    """The task of a domain's training group of this number, from 0; it is never a held-out one.
+
+    Example: with tasks 3 and 4 held out, groups 0, 1, 2, 3 have the tasks 0, 1, 2, 5.
+    """
+    return number if number < evaluation.task_offset else number + evaluation.tasks
+
+
 def groups_ahead(queue: Queue, *, groups_max: int) -> int:
     """Number of training groups that are requested and not over: N in slots, P waiting for one.
 
