@@ -36,6 +36,7 @@ from forgemq_gateway.operations import Operations
 from forgemq_gateway.outbox import Outbox
 from forgemq_gateway.ownership import ReadBack
 from forgemq_gateway.settings import GatewaySettings
+from forgemq_gateway.standstill import Standstill
 from forgemq_gateway.ticks import STALL_S, TICK_S, keep_ticking
 from forgemq_shell.dead_letters import DeadLetters
 from forgemq_telemetry.telemetry import Telemetry
@@ -141,6 +142,7 @@ async def scene_of(model: Path) -> AsyncIterator[Scene]:
             registry=Registry(),
             gateways=gateways,
             read_back=read_back,
+            standstill=Standstill(read_back=read_back, clock=clock),
             outbox=Outbox(
                 writer,
                 configuration=configuration,

@@ -56,6 +56,7 @@ from forgemq_gateway.protocols import COUNTERS, PROTOCOLS
 from forgemq_gateway.replica import Replica
 from forgemq_gateway.router import Router
 from forgemq_gateway.settings import GatewaySettings
+from forgemq_gateway.standstill import Standstill
 from forgemq_gateway.ticks import keep_ticking
 from forgemq_gateway.turn_route import TurnRoute
 from forgemq_gateway.turn_source import TurnSource
@@ -160,6 +161,7 @@ async def new_context(
     partitions = configuration.log.group_partitions
     gateways = Gateways(gateway, url=peer_url, partitions=partitions)
     read_back = ReadBack(log)
+    clock = clock or Clock()
     fenced = FencedWriter(log, gateways=gateways, read_back=read_back, tasks=tasks)
     return GatewayContext(
         configuration=configuration,
@@ -167,6 +169,7 @@ async def new_context(
         registry=Registry(),
         gateways=gateways,
         read_back=read_back,
+        standstill=Standstill(read_back=read_back, clock=clock),
         outbox=Outbox(
             writer,
             configuration=configuration,
@@ -175,7 +178,7 @@ async def new_context(
             read_back=read_back,
         ),
         fenced=fenced,
-        clock=clock or Clock(),
+        clock=clock,
         lane_changes=LaneChanges(configuration.log, telemetry=telemetry),
         changed=ChangeSignal(),
         tasks=tasks,
@@ -266,6 +269,7 @@ class GatewayServer:
                 context=context,
             ),
             ready=self._ready,
+            standstill=context.standstill,
             hold_s=settings.restore_hold_s,
         )
 

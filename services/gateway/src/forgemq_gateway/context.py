@@ -13,6 +13,7 @@ from forgemq_gateway.lane_changes import LaneChanges
 from forgemq_gateway.outbox import Outbox
 from forgemq_gateway.ownership import ReadBack
 from forgemq_gateway.settings import GatewaySettings
+from forgemq_gateway.standstill import Standstill
 from forgemq_telemetry.telemetry import Telemetry
 
 
@@ -24,6 +25,7 @@ class GatewayContext:
         registry: Groups and episodes as the log has them.
         gateways: Which gateway owns which groups.
         read_back: How far the log is applied here.
+        standstill: Whether this process may have missed a change of owners.
         fenced: Writes what the outbox promises, and fences the writers of earlier owners.
         lane_changes: Which lanes the run is to have.
         changed: Notified with the id of a group that may have changed, or an episode of it.
@@ -35,6 +37,7 @@ class GatewayContext:
     registry: Registry
     gateways: Gateways
     read_back: ReadBack
+    standstill: Standstill
     outbox: Outbox
     fenced: FencedWriter
     clock: Clock

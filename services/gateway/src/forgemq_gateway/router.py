@@ -13,6 +13,7 @@ from forgemq_gateway.core.live import LiveCaller
 from forgemq_gateway.gate import Gate
 from forgemq_gateway.live_traffic import LiveTraffic
 from forgemq_gateway.passing import Passing
+from forgemq_gateway.standstill import Standstill
 from forgemq_gateway.turn_route import TurnRoute
 from forgemq_gateway.wire import (
     Application,
@@ -49,7 +50,8 @@ class Router:
         passing: Sends a request on if another gateway owns its group.
         counters: Where agents ask for the number of a request's tokens.
         ready: Set while the state is that of the log.
-        hold_s: A request waits this long for it, then 503.
+        standstill: Whether it may not be, because the process stood still.
+        hold_s: A request waits this long for both, then 503.
         models: The names that `GET /v1/models` lists.
     """
 
@@ -65,6 +67,7 @@ class Router:
         access: Access,
         passing: Passing,
         ready: asyncio.Event,
+        standstill: Standstill,
         hold_s: float,
         models: Sequence[str],
     ) -> None:
@@ -74,6 +77,7 @@ class Router:
         self._access = access
         self._passing = passing
         self._ready = ready
+        self._standstill = standstill
         self._hold_s = hold_s
         self._routes: Mapping[tuple[str, str], Route] = {
             **{
@@ -151,10 +155,12 @@ class Router:
 
     async def _is_ready(self) -> bool:
         """Whether the state is that of the log, now or within the hold."""
-        if self._ready.is_set():  # Nearly always; a timer would cost more than all of the routing.
+        # Nearly always at once; a timer would cost more than all of the routing.
+        if self._ready.is_set() and not self._standstill.may_be_missed():
             return True
         try:
             async with asyncio.timeout(self._hold_s):
+                await self._standstill.is_over()
                 return await self._ready.wait()
         except TimeoutError:
             return False

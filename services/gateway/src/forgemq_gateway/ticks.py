@@ -28,10 +28,16 @@ async def keep_ticking(
 ) -> None:
     """Tick until cancelled; no lease lapses while the gateway is not ready for requests."""
     abandoned = Abandoned(operations, context=context)
+    standstill = context.standstill
+    standstill.tick()
     async with asyncio.TaskGroup() as tasks:
         ending = tasks.create_task(abandoned.end_due())
+        reading = tasks.create_task(standstill.catch_up())
         while True:
             await _next_tick(context)
+            standstill.tick()
+            if standstill.is_behind and reading.done():
+                reading = tasks.create_task(standstill.catch_up())
             if not is_ready():
                 context.registry.renew_leases(context.clock.now_s())
             dispatcher.tick()
