@@ -15,6 +15,7 @@ from forgemq_contracts.lane_engines import (
     shapes_of,
 )
 from forgemq_contracts.run import RunConfiguration
+from forgemq_launcher.core.engine_spread import ModelSizes, check_spread
 from forgemq_launcher.core.gpus import engine_gpus, visible_gpus
 from forgemq_launcher.upkeep.engine_model import model_of_engines
 from forgemq_launcher.upkeep.machine import MachineError, installed_gpus
@@ -66,6 +67,7 @@ def _all_options(
     configuration: RunConfiguration, *, folder: Path, environ: Mapping[str, str]
 ) -> tuple[EngineOptions, ...]:
     _check_pairs(configuration)
+    _check_spread(configuration)
     options = options_of_engines(configuration, gpus=installed_gpus(), environ=environ)
     check_quantization(configuration, options)
     return with_pool(options, configuration, own_folder=folder / "pool")
@@ -248,10 +250,27 @@ def check_quantization(configuration: RunConfiguration, engines: Sequence[Engine
         )
 
 
+def _check_spread(configuration: RunConfiguration) -> None:
+    path = _config_of(configuration)
+    if not path.is_file():
+        return
+    sizes = msgspec.json.decode(path.read_bytes(), type=ModelSizes)
+    has_blocks = configuration.model.engine_quantization == "fp8_blocks"
+    for shape in (shape for lane in configuration.lanes for shape in shapes_of(lane)):
+        try:
+            check_spread(shape, sizes, has_blocks=has_blocks)
+        except ValueError as error:
+            raise MachineError(str(error)) from error
+
+
 def _is_mixture(configuration: RunConfiguration) -> bool:
-    path = Path(configuration.model.path) / "config.json"
-    # A model without the file is refused when its engine starts.
+    path = _config_of(configuration)
     return path.is_file() and is_mixture(path.read_bytes())
+
+
+def _config_of(configuration: RunConfiguration) -> Path:
+    """A model without this file is refused when its engine starts."""
+    return Path(configuration.model.path) / "config.json"
 
 
 def _usual_options(configuration: RunConfiguration) -> EngineOptions:
