@@ -1,22 +1,33 @@
-"""SGLang's own parser reads the command line of every kind of engine, also where no GPU is."""
+"""What ForgeMQ names of SGLang is there: flags of every kind of engine, and what hooks take.
+
+SGLang's own parser reads the command lines, also where no GPU is.
+"""
 
 import argparse
+import pkgutil
 from collections.abc import Iterator
 
 import pytest
 
 from forgemq_contracts.lane_engines import LaneEngines, check_lanes
+from forgemq_sglang_cpu import plugin
 from forgemq_sglang_cpu.options import EngineOptions, command_line
 from forgemq_sglang_cpu.pool import EnginePool
 
-pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.long,
+    pytest.mark.timeout(300),
+    # SGLang's modules warn of what a machine without an accelerator lacks.
+    pytest.mark.filterwarnings("ignore"),
+]
 
 WIDE = EngineOptions(
     has_gpu=True, tensor_parallel=8, expert_parallel=8, attention_data_parallel=4, gpu_first=2
 )
 MOONCAKE = EnginePool(storage="mooncake", extra_config='{"protocol": "rdma"}', page_tokens=64)
 HF3FS = EnginePool(storage="hf3fs", extra_config="@/etc/hf3fs.json", host_gb=4)
-KINDS = {
+KINDS: dict[str, tuple[EngineOptions, dict[str, object]]] = {
     "cpu": (EngineOptions(), {"device": "cpu", "dtype": "float32"}),
     "gpu": (EngineOptions(has_gpu=True), {"dtype": "bfloat16", "enable_fp32_lm_head": True}),
     "wide": (WIDE, {"tp_size": 8, "ep_size": 8, "dp_size": 4, "base_gpu_id": 2}),
@@ -110,3 +121,11 @@ def test_no_other_name_of_a_flag_that_forgemq_sets_is_let_through(
         else:
             taken.add(name)
     assert taken == MAY_BE_GIVEN
+
+
+def test_sglang_has_every_name_that_a_hook_takes() -> None:
+    """SGLang only logs a hook on a name that it does not have."""
+    values = vars(plugin).values()
+    names = [name for name in values if isinstance(name, str) and name.startswith("sglang.srt.")]
+    assert len(names) == 13
+    assert all(callable(pkgutil.resolve_name(name)) for name in names)
