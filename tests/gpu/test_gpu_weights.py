@@ -8,6 +8,7 @@ import json
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -32,14 +33,29 @@ GAP_MAX = 2e-3
 """Nats; sums in another order than on a CPU."""
 
 
-@pytest.fixture(scope="module")
-def gpu_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """On the last GPU: NCCL sends from the first one, and refuses two ranks on one GPU."""
+class GpuEngine(NamedTuple):
+    url: str
+    gpus: int
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one GPU", "two GPUs"])
+def gpu_engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GpuEngine]:
+    """On the last GPUs: NCCL sends from the first one, and refuses two ranks on one GPU."""
+    gpus: int = request.param
+    first = torch.cuda.device_count() - gpus
+    if first < 0:
+        pytest.skip(f"an engine of {gpus} GPUs needs {gpus}")
     options = EngineOptions(
-        has_gpu=True, gpu_first=torch.cuda.device_count() - 1, extra=IN_FULL, context_tokens_max=372
+        has_gpu=True,
+        tensor_parallel=gpus,
+        gpu_first=first,
+        extra=IN_FULL,
+        context_tokens_max=372,
     )
     with started_engine(tmp_path_factory.mktemp("engine"), options) as url:
-        yield url
+        yield GpuEngine(url, gpus)
 
 
 @pytest.fixture(scope="module")
@@ -47,39 +63,41 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return perturbed(ENGINE_MODEL, tmp_path_factory.mktemp("trained"), seed=1)
 
 
-def checksums(url: str) -> dict[str, str]:
-    """Of every parameter, as the engine computes them."""
+def checksums(url: str) -> list[dict[str, str]]:
+    """Of every parameter in each of the engine's processes, as the engine computes them."""
     request = urllib.request.Request(
         f"{url}/weights_checker",
         data=json.dumps({"action": "checksum", "selector": "target"}).encode(),
         headers={"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=60) as response:
-        (rank,) = json.load(response)["ranks"]
-    return dict(rank["checksums"])
+        ranks = json.load(response)["ranks"]
+    return [dict(rank["checksums"]) for rank in ranks]
 
 
 @pytest.mark.parametrize("way", ["gloo", "nccl", "relay"])
 async def test_weights_by_each_way_are_those_of_the_durable_copy(
-    gpu_engine: str, trained: Path, way: str
+    gpu_engine: GpuEngine, trained: Path, way: str
 ) -> None:
     """Versions: 1 from the durable copy, 2 the base model again, 3 the same weights as 1."""
-    if way == "nccl" and torch.cuda.device_count() < 2:
+    url, gpus = gpu_engine
+    if way == "nccl" and torch.cuda.device_count() == gpus:
         pytest.skip("NCCL refuses a trainer and an engine on one GPU")
-    reset_engine(gpu_engine, ENGINE_MODEL)
+    reset_engine(url, ENGINE_MODEL)
     sampled = sampled_parameters(trained / "model.safetensors", key="r-1.3")
     log = MemoryLog(run="r")
     await create_topics(log)
-    scene = LaneScene(log, model=ENGINE_MODEL, engine_url=gpu_engine)
+    scene = LaneScene(log, model=ENGINE_MODEL, engine_url=url)
     backend = "nccl" if way == "nccl" else "gloo"
-    async with scene.serving(), publisher(trained, "send", backend=backend) as trainer:
+    async with scene.serving(), publisher(trained, "send", ranks=gpus, backend=backend) as trainer:
         address = (await scene.report(is_serving=True)).weights_address
         await scene.publish(trained, version=1)
         await scene.loaded(count=2, timeout_s=60)
-        expected = checksums(gpu_engine)
+        expected = checksums(url)
+        assert len(expected) == gpus
         await scene.publish(ENGINE_MODEL, version=2)
         await scene.loaded(count=3, timeout_s=60)
-        assert checksums(gpu_engine) != expected
+        assert checksums(url) != expected
         offers: tuple[Rendezvous, ...] = ()
         relayed_to: tuple[RelayedLane, ...] = ()
         if way == "relay":
@@ -99,7 +117,7 @@ async def test_weights_by_each_way_are_those_of_the_durable_copy(
             await trainer.send()
             assert await trainer.result() == {"0": ""}
         *_, loaded = await scene.loaded(count=4, timeout_s=120)
-        found = checksums(gpu_engine)
+        found = checksums(url)
         await scene.request(1, CONTEXT, max_tokens=20)
         (record,) = await scene.finished(count=1, timeout_s=60)
     assert (loaded.version, loaded.path) == (3, "fast")
