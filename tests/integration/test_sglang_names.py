@@ -127,5 +127,5 @@ def test_sglang_has_every_name_that_a_hook_takes() -> None:
     """SGLang only logs a hook on a name that it does not have."""
     values = vars(plugin).values()
     names = [name for name in values if isinstance(name, str) and name.startswith("sglang.srt.")]
-    assert len(names) == 13
+    assert len(names) == 14
     assert all(callable(pkgutil.resolve_name(name)) for name in names)

@@ -1,5 +1,6 @@
 """The flags of the two engines of a pair, and what is refused before one starts."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,54 @@ def test_the_wheel_is_named_with_the_command_of_the_documents(
 def test_a_mixture_of_experts_is_refused_by_each_role(tmp_path: Path) -> None:
     with pytest.raises(EngineServerError, match=r"^a prefill engine cannot serve a mixture"):
         started(tmp_path, '{"num_experts_per_tok": 2}')
+
+
+@dataclass
+class Queue:
+    queue: list[str] = field(default_factory=list)
+
+
+@dataclass
+class DecodeScheduler:
+    """A request's K/V comes with each look, and its place is there with the look before."""
+
+    disagg_decode_prealloc_queue: Queue | None
+    disagg_decode_transfer_queue: Queue
+    waiting_queue: list[str] = field(default_factory=list)
+    _engine_paused: bool = False
+    looks: int = 0
+
+    def process_decode_queue(self) -> None:
+        assert self.disagg_decode_prealloc_queue is not None
+        self.looks += 1
+        self.waiting_queue += self.disagg_decode_transfer_queue.queue[:1]
+        del self.disagg_decode_transfer_queue.queue[:1]
+        self.disagg_decode_transfer_queue.queue += self.disagg_decode_prealloc_queue.queue[:1]
+        del self.disagg_decode_prealloc_queue.queue[:1]
+
+
+def test_a_decode_engine_takes_what_has_come_before_it_pauses() -> None:
+    scheduler = DecodeScheduler(Queue(["c"]), Queue(["a", "b"]))
+    pair.take_what_has_come(scheduler, "the request to pause")
+    assert (scheduler.waiting_queue, scheduler.looks) == (["a", "b", "c"], 3)
+
+
+def test_an_engine_that_is_paused_or_no_decode_engine_looks_for_nothing() -> None:
+    paused = DecodeScheduler(Queue(), Queue(["a"]), _engine_paused=True)
+    other = DecodeScheduler(None, Queue(["a"]))
+    for scheduler in (paused, other):
+        pair.take_what_has_come(scheduler)
+        assert (scheduler.waiting_queue, scheduler.looks) == ([], 0)
+
+
+def test_what_does_not_come_holds_a_pause_up_for_a_bounded_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Stuck(DecodeScheduler):
+        def process_decode_queue(self) -> None:
+            self.looks += 1
+
+    monkeypatch.setattr(pair, "_TAKE_ROUNDS_MAX", 7)
+    scheduler = Stuck(Queue(["a"]), Queue())
+    pair.take_what_has_come(scheduler)
+    assert scheduler.looks == 7

@@ -2,11 +2,13 @@
 
 K/V of a context goes from the first to the second over Mooncake, on a CPU over TCP. SGLang's own
 paths serve there but for one: a sender numbers its pages in pinned memory. On any device a decode
-engine forgets which weights sampled what it holds over a pause; a hook notes it.
+engine forgets which weights sampled what it holds over a pause, and keeps out of a pause what has
+come and it has not looked at; hooks mend both.
 """
 
 import ctypes
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Literal, Protocol, TypeAlias
@@ -35,6 +37,11 @@ LIBRARIES = {
 _MOONCAKE_SENDERS = "sglang.srt.disaggregation.mooncake.conn"
 
 
+_TAKE_ROUNDS_MAX = 400
+_TAKE_POLL_S = 0.005
+"""Both together: 2 s. Counted, as each process of an engine must look equally often."""
+
+
 class _HeldRequest(Protocol):
     output_ids: Sequence[int]
     pd_rebootstrap_forced_output_id: int | None
@@ -47,6 +54,23 @@ class _PreallocationQueue(Protocol):
 
 class _Scheduler(Protocol):
     disagg_decode_prealloc_queue: _PreallocationQueue | None
+
+
+class _Queue(Protocol):
+    @property
+    def queue(self) -> Sequence[object]: ...
+
+
+class _RunningScheduler(Protocol):
+    _engine_paused: bool
+
+    @property
+    def disagg_decode_prealloc_queue(self) -> _Queue | None: ...
+
+    @property
+    def disagg_decode_transfer_queue(self) -> _Queue: ...
+
+    def process_decode_queue(self) -> None: ...
 
 
 def arguments(role: Role, *, has_gpu: bool, bootstrap_port: int) -> list[str]:
@@ -117,6 +141,23 @@ def note_versions_of_held(scheduler: _Scheduler, new_version: str | None) -> Non
         if tokens:
             event = WeightVersionEvent(old_version=old_version, num_output_tokens=tokens)
             request.weight_version_events.append(event)
+
+
+def take_what_has_come(scheduler: _RunningScheduler, *_: object, **__: object) -> None:
+    """Take over the requests whose K/V has come; a hook before an engine pauses.
+
+    A decode engine looks for that between two steps, and a paused one never does. A request between
+    both is not retracted and refuses that the cache is dropped: all requests of the pair would have
+    to be aborted. Prefill has sent all that it has by then, so this is over after a look or two.
+    """
+    preallocated = getattr(scheduler, "disagg_decode_prealloc_queue", None)
+    if preallocated is None or scheduler._engine_paused:
+        return
+    for _round in range(_TAKE_ROUNDS_MAX):
+        if not preallocated.queue and not scheduler.disagg_decode_transfer_queue.queue:
+            return
+        scheduler.process_decode_queue()
+        time.sleep(_TAKE_POLL_S)
 
 
 def _loads(library: str) -> bool:

@@ -20,6 +20,7 @@ _DROP_CACHE = "sglang.srt.managers.scheduler.Scheduler.flush_cache"
 _PREPARE_KV_COPY = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup"
 _BUILD_PAGE_HASHES = "sglang.srt.mem_cache.cpp_utils.native_hash._load_native_hash_module"
 _MAKE_PREFILL_QUEUE = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.__init__"
+_PAUSE = "sglang.srt.managers.scheduler.Scheduler.pause_generation"
 _NAME_WEIGHTS = "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change"
 _CHECK_FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 _CHOOSE_FP8_LINEAR = "sglang.srt.layers.quantization.fp8.dispatch_w8a8_block_fp8_linear"
@@ -55,6 +56,7 @@ def register_hooks() -> None:
         if os.environ.get(FP8_BLOCKS_VARIABLE):  # noqa: TID251 (a plugin's only input)
             HookRegistry.register(_CHOOSE_FP8_LINEAR, fp8_linear.choose, HookType.REPLACE)
             HookRegistry.register(_FP8_DTYPES, fp8_linear.with_float32, HookType.AFTER)
+    HookRegistry.register(_PAUSE, pair.take_what_has_come, HookType.BEFORE)
     HookRegistry.register(_NAME_WEIGHTS, pair.note_versions_of_held, HookType.BEFORE)
     HookRegistry.register(_LOOK_FOR_PREFIX, pool.file_under_own_weights, HookType.BEFORE)
     HookRegistry.register(_CHECK_FINISH, repetition.end_repetition, HookType.AFTER)
