@@ -2,7 +2,9 @@
 
 import copy
 import json
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,6 +25,17 @@ from forgemq_contracts.examples import full, minimal
 CONTRACTS = Path(__file__).parents[2] / "contracts"
 RELEASES = sorted((CONTRACTS / "released").glob("*.json"))
 EXAMPLES = sorted((CONTRACTS / "examples").glob("*/*.msgpack"))
+
+
+def with_defaults(value: Any) -> Any:
+    """A record as plain values, with the fields that are left out on the wire."""
+    if isinstance(value, msgspec.Struct):
+        return {name: with_defaults(each) for name, each in msgspec.structs.asdict(value).items()}
+    if isinstance(value, list | tuple):
+        return [with_defaults(each) for each in value]
+    if isinstance(value, dict):
+        return {key: with_defaults(each) for key, each in value.items()}
+    return value
 
 
 def test_committed_schemas_match_the_structs():
@@ -52,10 +65,10 @@ def test_every_stored_record_still_decodes_to_the_same_bytes_of_its_fields(path:
     topic = topics.BY_NAME[path.parent.name]
     stored = path.read_bytes()
     record = topics.decode(topic, stored)
-    written = msgspec.msgpack.decode(topics.encode(record))
+    read, again = with_defaults(record), with_defaults(topics.decode(topic, topics.encode(record)))
+    assert again == read
     for field, value in msgspec.msgpack.decode(stored).items():
-        default = msgspec.structs.asdict(record)[field]
-        assert keeps(value, written.get(field, value)), f"{field} was {value!r}, is {default!r}"
+        assert keeps(value, read[field]), f"{field} was {value!r}, is {read[field]!r}"
 
 
 @pytest.mark.parametrize("topic", topics.ALL, ids=lambda topic: topic.name)
@@ -135,6 +148,43 @@ def test_a_value_is_kept_where_structs_within_it_got_fields_and_nothing_else(
     assert keeps({"a": 1, "b": [{"c": 2}]}, after) == is_kept
 
 
+SETTINGS = {
+    "Draft": {
+        "properties": {"head": {"type": "string", "minLength": 1}},
+        "required": ["head"],
+        "additionalProperties": False,
+    }
+}
+
+
+def widened(*, is_settings: bool) -> dict:
+    schema = {"properties": {"head": {"type": "string", "default": ""}}, "required": []}
+    return {"Draft": {**schema, "additionalProperties": False} if is_settings else schema}
+
+
+def test_a_struct_of_the_run_file_may_take_more_than_before_and_no_other():
+    assert breaking_changes(SETTINGS, widened(is_settings=True)) == []
+    problems = ["Draft.head: type changed", "Draft.head: required changed"]
+    assert breaking_changes(SETTINGS, widened(is_settings=False)) == problems
+    # What is narrower than before is named for both.
+    assert breaking_changes(widened(is_settings=True), SETTINGS) == problems
+
+
+def test_a_default_that_is_a_struct_is_compared_with_all_of_its_fields():
+    def schemas_with(default: dict, *, tokens: int) -> dict:
+        stop = {"type": "integer", "default": tokens}
+        field = {"$ref": "#/$defs/Stop", "default": default}
+        return {
+            "Run": {"properties": {"stop": field}, "required": []},
+            "Stop": {"properties": {"tokens": stop}, "required": []},
+        }
+
+    whole, short = schemas_with({"tokens": 3}, tokens=3), schemas_with({}, tokens=3)
+    assert breaking_changes(whole, short) == breaking_changes(short, whole) == []
+    said = schemas_with({"tokens": 5}, tokens=3)
+    assert breaking_changes(whole, said) == ["Run.stop: default changed"]
+
+
 def test_a_new_field_with_a_default_and_new_prose_are_allowed():
     new = copy.deepcopy(BEFORE)
     new["G"]["properties"]["n"] = {"type": "integer", "default": 0}
@@ -186,9 +236,12 @@ def test_generating_twice_changes_nothing_and_never_rewrites_an_example(tmp_path
     assert example.read_bytes() == b"as written long ago"
 
 
-def test_a_release_takes_the_next_number_and_breaks_nothing(tmp_path: Path):
-    assert generate.release(tmp_path).name == "0001.json"
-    second = generate.release(tmp_path)
+def test_a_release_takes_the_next_number_breaks_nothing_and_is_the_previous_one(tmp_path: Path):
+    assert generate.release(tmp_path, revision="v1.0.0").name == "0001.json"
+    second = generate.release(tmp_path, revision="v1.1.0")
     assert second.name == "0002.json"
     frozen = json.loads(second.read_text(encoding="utf-8"))
     assert breaking_changes(frozen["schemas"], schemas()) == []
+    assert frozen == generate.frozen()
+    named = tomllib.loads((tmp_path / "released" / "previous.toml").read_text())
+    assert named == {"revision": "v1.1.0", "contracts": "0002.json"}

@@ -15,6 +15,8 @@ Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
 """JSON Schema of each struct by name, as `schemas()` returns it."""
 
 _PROSE = frozenset({"description", "title"})
+_BOUNDS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "pattern"})
+_BOUNDS |= {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 
 _RENAMED: Mapping[str, str] = {"Log": "LogLayout"}
 """Released struct names -> present ones. A struct's name is not on the wire, only its fields'."""
@@ -74,6 +76,20 @@ def breaking_topic_changes(old: Schemas, new: Schemas) -> list[str]:
     ]
 
 
+def added_fields(old: Schemas, new: Schemas) -> list[str]:
+    """Fields, as `Struct.field`, that a struct of both has in the new schemas alone; sorted."""
+    return sorted(
+        f"{name}.{field}"
+        for name in old.keys() & new.keys()
+        for field in new[name].get("properties", {}).keys() - old[name].get("properties", {}).keys()
+    )
+
+
+def is_settings(schema: Mapping[str, Any]) -> bool:
+    """Whether it is a struct of the run file, which refuses fields that it does not know."""
+    return schema.get("additionalProperties") is False
+
+
 def keeps(before: object, after: object) -> bool:
     """Whether a value in wire form still means what it meant.
 
@@ -94,20 +110,49 @@ def _struct_problems(name: str, old: Schemas, new: Schemas) -> Iterator[str]:
     before, after = old[name], new[name]
     fields_before, fields_after = before.get("properties", {}), after.get("properties", {})
     required_before, required_after = set(before["required"]), set(after["required"])
+    # Only launchers write a run file, and a reader that does not know a value of it refuses the run
+    # by name: such a struct may take more than before.
+    may_widen = is_settings(after)
     for field, was in fields_before.items():
         if field not in fields_after:
             yield f"{name}.{field}: removed or renamed"
             continue
         is_now = fields_after[field]
-        if _wire_type(was) != _wire_type(is_now):
+        if not _is_same_type(_wire_type(was), _wire_type(is_now), may_widen=may_widen):
             yield f"{name}.{field}: type changed"
-        if (field in required_before) != (field in required_after):
+        if field in required_before:
+            if field not in required_after and not may_widen:
+                yield f"{name}.{field}: required changed"
+        elif field in required_after:
             yield f"{name}.{field}: required changed"
-        elif not keeps(was.get("default"), is_now.get("default")):
+        elif not keeps(_default(was, old), _default(is_now, new)):
             # Defaults are left out on the wire: a new one gives stored records a new meaning.
             yield f"{name}.{field}: default changed"
     for field in sorted(required_after - set(fields_before)):
         yield f"{name}.{field}: added without a default"
+
+
+def _is_same_type(before: object, after: object, *, may_widen: bool) -> bool:
+    if before == after or not may_widen:
+        return before == after
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return False
+    kept = {key: value for key, value in before.items() if key in after or key not in _BOUNDS}
+    return kept == after
+
+
+def _default(field: Mapping[str, Any], schemas: Schemas) -> object:
+    """The default of a field; one that is a struct with all of the struct's fields."""
+    default, name = field.get("default"), str(field.get("$ref", "")).rpartition("/")[2]
+    if not isinstance(default, dict) or name not in schemas:
+        return default
+    fields = schemas[name].get("properties", {})
+    # What the default says of a field comes before the field's own default.
+    said = {
+        each: {**field, **({"default": default[each]} if each in default else {})}
+        for each, field in fields.items()
+    }
+    return {each: _default(field, schemas) for each, field in said.items()}
 
 
 def _wire_type(schema: object) -> object:

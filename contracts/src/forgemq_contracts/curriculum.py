@@ -16,7 +16,7 @@ TaskNumber: TypeAlias = Annotated[
 ]
 
 
-class Curriculum(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Curriculum(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A pool of tasks of one queue, and the function that chooses among them."""
 
     sampler: Annotated[

@@ -5,7 +5,9 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 
-class Distillation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Distillation(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """A teacher's engine, and how much its log-probabilities count beside the rewards.
 
     Source: Thinking Machines, "On-Policy Distillation", 2025, after GKD, arXiv 2306.13649, and

@@ -5,7 +5,9 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 
-class DomainRewards(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DomainRewards(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """Fields of `[rewards]`, for one domain."""
 
     alpha: float | None = None
@@ -17,7 +19,9 @@ class DomainRewards(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     truncated: Literal["grade", "zero", "mask", "no_loss"] | None = None
 
 
-class DomainSampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DomainSampling(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """Fields of `[episodes.sampling]`, for one domain."""
 
     temperature: Annotated[float, Meta(gt=0, le=10)] | None = None

@@ -1,10 +1,11 @@
 """Write the files that follow from the structs: schemas, AsyncAPI, missing examples, a release.
 
-    python -m forgemq_contracts.generate [--folder contracts] [--release]
+    python -m forgemq_contracts.generate [--folder contracts] [--release TAG]
 
 Examples are never rewritten: a record that was stored once must always decode. `--release` freezes
 the present contracts as `released/<next number>.json`; the compatibility gate compares every later
-change with all of them.
+change with all of them. `released/previous.toml` then names them and the tag as the release that
+the code from here on is compatible with (docs/compatibility.md).
 """
 
 import argparse
@@ -61,14 +62,34 @@ def write_missing_examples(folder: Path) -> list[Path]:
     return written
 
 
-def release(folder: Path) -> Path:
-    """Freeze the present contracts under the next number."""
+def release(folder: Path, *, revision: str) -> Path:
+    """Freeze the present contracts under the next number, as those of this tag or commit."""
     released = folder / "released"
     released.mkdir(exist_ok=True)
     number = len(list(released.glob("*.json"))) + 1
     path = released / f"{number:04d}.json"
-    path.write_text(_json({"topics": topic_facts(), "schemas": schemas()}), encoding="utf-8")
+    path.write_text(_json(frozen()), encoding="utf-8")
+    (released / "previous.toml").write_text(
+        f"# The release that this code is compatible with: docs/compatibility.md.\n"
+        f'revision = "{revision}"\ncontracts = "{path.name}"\n',
+        encoding="utf-8",
+    )
     return path
+
+
+def frozen() -> dict[str, Any]:
+    """What a release promises: topics, the structs of records, and the gateway's HTTP API."""
+    api = json.loads(openapi.text())
+    return {
+        "topics": topic_facts(),
+        "schemas": schemas(),
+        "routes": sorted(
+            f"{method.upper()} {path}"
+            for path, methods in api["paths"].items()
+            for method in methods
+        ),
+        "http": api["components"]["schemas"],
+    }
 
 
 def _holds(path: Path, text: str) -> bool:
@@ -82,11 +103,11 @@ def _json(value: dict[str, Any]) -> str:
 def _main() -> int:
     parser = argparse.ArgumentParser(prog="forgemq_contracts.generate", description=__doc__)
     parser.add_argument("--folder", type=Path, default=FOLDER)
-    parser.add_argument("--release", action="store_true", help="freeze the present contracts")
+    parser.add_argument("--release", metavar="TAG", help="freeze the present contracts as its")
     arguments = parser.parse_args()
     written = write_all(arguments.folder)
     if arguments.release:
-        written.append(release(arguments.folder))
+        written.append(release(arguments.folder, revision=arguments.release))
     for path in written:
         sys.stdout.write(f"wrote {path}\n")
     return 0

@@ -54,7 +54,9 @@ _FAMILIES = {"--hicache-": "[pool] says it", "--speculative-": "[speculation] sa
 """Beginnings of more such flags."""
 
 
-class EngineShape(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineShape(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """One SGLang server: its GPUs, how its model is spread over them, and its own flags."""
 
     tensor_parallel: Annotated[
@@ -81,13 +83,17 @@ class EngineShape(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = ()
 
 
-class RoleEngines(EngineShape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RoleEngines(
+    EngineShape, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """The prefill or the decode engines of one lane."""
 
     count: Annotated[int, Meta(ge=1, le=64, description="Engines of this role in each lane.")] = 1
 
 
-class LaneEngines(EngineShape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LaneEngines(
+    EngineShape, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """Lanes that have the same engines: one unified engine each, or one pair each."""
 
     count: Annotated[int, Meta(ge=1, le=4096, description="Lanes like this.")] = 1

@@ -7,7 +7,7 @@ from msgspec import Meta, Struct
 from forgemq_contracts.fields import DomainName
 
 
-class LiveKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LiveKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """An API key whose callers claim no episode: each of their conversations becomes one.
 
     The episodes are in groups of one, take no slot and never train.

@@ -14,7 +14,9 @@ ANCHORED_KINDS = ("cispo", "ppo_clip", "gspo")
 correct the ratio to the behaviour itself."""
 
 
-class SequenceMask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SequenceMask(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """Which completions give no loss, by the ratio policy / behaviour of all their loss tokens.
 
     They count in what the losses are divided by: that is fixed before the policy is read.
@@ -32,7 +34,7 @@ class SequenceMask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = "all"
 
 
-class Loss(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Loss(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The loss of one sampled token; CISPO by default."""
 
     kind: Annotated[

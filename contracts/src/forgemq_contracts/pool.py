@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 
-class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """SGLang's hierarchical cache with a storage that all engines of the run reach.
 
     K/V is filed under the run and the version of the weights that computed it, and found under no

@@ -5,7 +5,9 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 
-class RepetitionStop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RepetitionStop(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """Generation ends once so many tokens in a row were each nearly certain; off by default.
 
     Source: MiniMax-M1, arXiv 2506.13585 section 3.2: 3,000 tokens, each above 0.99. A loop is

@@ -42,7 +42,7 @@ ENGINE_QUANTIZATIONS = ("none", "fp8_blocks")
 scale for each block of 128 x 128."""
 
 
-class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One task domain: where its tasks come from, and its windowed FIFO."""
 
     domain: DomainName
@@ -122,7 +122,7 @@ class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ) = None
 
 
-class Evaluation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Evaluation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A fixed set of held-out tasks, played sampled and greedy."""
 
     tasks: Annotated[int, Meta(ge=0, description="Per domain; 0 switches evaluation off.")] = 0
@@ -136,7 +136,7 @@ class Evaluation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     greedy: bool = True
 
 
-class Rewards(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Rewards(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """r = alpha * process + beta * speed + outcome; advantages within the group."""
 
     alpha: float = 1.0
@@ -167,7 +167,7 @@ class Rewards(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = "grade"
 
 
-class Episodes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Episodes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Leases and attempts of episodes, and the sampling they pin."""
 
     sampling: Sampling = Sampling()
@@ -187,7 +187,7 @@ class Episodes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 64
 
 
-class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The model that is trained."""
 
     path: Annotated[str, Meta(min_length=1, description="Folder in Hugging Face format.")]
@@ -207,7 +207,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = "none"
 
 
-class Optimizer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Optimizer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """AdamW; defaults of MiniMax-M1 (arXiv 2506.13585, section 5)."""
 
     lr: Annotated[float, Meta(gt=0)] = 1e-6
@@ -230,7 +230,7 @@ class Optimizer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 3
 
 
-class Trainer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Trainer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Steps, checkpoints and memory of the trainer."""
 
     steps: Annotated[int, Meta(ge=1)]
@@ -253,7 +253,7 @@ class Trainer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     threads: Annotated[int, Meta(ge=1, description="CPU threads of each rank.")] = 1
 
 
-class LogLayout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LogLayout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Partition counts, frozen for the run's life, and limits of the log."""
 
     group_partitions: Annotated[int, Meta(ge=1, le=4096)] = 16
@@ -278,7 +278,7 @@ class LogLayout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = False
 
 
-class Audit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Audit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What the audit of G5 allows |trainer - engine| to be, over the run's compared tokens."""
 
     logprob_gap_mean_max: (
@@ -290,7 +290,9 @@ class Audit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ) = None
 
 
-class RunConfiguration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RunConfiguration(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """Everything that decides what a run does; it is in StartedRun, so that a replay has it."""
 
     run: RunId

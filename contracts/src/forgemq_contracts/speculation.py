@@ -5,7 +5,9 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 
-class Speculation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Speculation(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """A draft that guesses the policy's next tokens: a head or a small model, one of the two.
 
     A head is trained with the policy; a small model stays as it is. The engine samples exactly as

@@ -15,7 +15,9 @@ SHARE_PARTS = 1000
 a stage does repeats after at most 1000 steps."""
 
 
-class StageDomain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StageDomain(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """One domain in one stage; what it leaves out is as its queue has it."""
 
     domain: DomainName
@@ -36,7 +38,7 @@ class StageDomain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     sampling: DomainSampling | None = None
 
 
-class Stage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Stage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What is mixed from one step on, until the next stage or the end of the run."""
 
     from_step: Annotated[int, Meta(ge=0, le=10_000_000, description="The first stage: 0.")]

@@ -6,7 +6,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 
-class Supervised(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Supervised(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The domain's imports train: each reply gets the loss -log p, whatever it earned.
 
     Its groups are single conversations, of the queue's task file or of `forgemq import`. An engine

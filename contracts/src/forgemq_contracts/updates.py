@@ -5,7 +5,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 
-class Updates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Updates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Optimizer updates of one step; one over all of its groups by default.
 
     A step of several updates still makes one version: engines, staleness and records see steps.
