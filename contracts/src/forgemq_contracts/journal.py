@@ -52,7 +52,12 @@ class JournalledBatch(Struct, frozen=True, kw_only=True, omit_defaults=True):
         bytes | None, Meta(description="State after this batch, if it was stored.")
     ] = None
     logic_version: Annotated[
-        int, Meta(ge=1, description="Of the core that handled it; a higher one is newer.")
+        int,
+        Meta(
+            ge=1,
+            description="Of the core that handled it; a higher one is newer. With a snapshot: the "
+            "lowest that can go on from it.",
+        ),
     ] = 1
     positions: Annotated[
         tuple[JournalPosition, ...],
@@ -72,3 +77,11 @@ class JournalledBatch(Struct, frozen=True, kw_only=True, omit_defaults=True):
         tuple[JournalLoss, ...],
         Meta(description="Records that the core did not get, since their values were lost."),
     ] = ()
+    snapshot_logic_version: Annotated[
+        int, Meta(ge=0, description="With a snapshot: of the core that took it; 0: logic_version.")
+    ] = 0
+
+
+def writer_logic(batch: JournalledBatch) -> int:
+    """Logic version of the core that wrote a batch."""
+    return batch.snapshot_logic_version or batch.logic_version

@@ -58,7 +58,12 @@ class World:
         return [line for line in lines if line["event"] == name]
 
     def plan(
-        self, settings: TransformSettings, *, tick_s: float, logic_version: int = 1
+        self,
+        settings: TransformSettings,
+        *,
+        tick_s: float,
+        logic_version: int = 1,
+        snapshots_since: int = 0,
     ) -> TaskPlan:
         return TaskPlan(
             service="merger",
@@ -67,6 +72,7 @@ class World:
             tick_s=tick_s,
             logic_version=logic_version,
             settings=settings,
+            snapshots_since=snapshots_since,
         )
 
     @asynccontextmanager
@@ -77,12 +83,18 @@ class World:
         core: Core | None = None,
         tick_s: float = 0.0,
         logic_version: int = 1,
+        snapshots_since: int = 0,
         is_killed: bool = False,
     ) -> AsyncIterator[TransformTask]:
         """Run the task; at the end it stops cleanly or is killed."""
         stop = asyncio.Event()
         task = TransformTask(
-            self.plan(settings, tick_s=tick_s, logic_version=logic_version),
+            self.plan(
+                settings,
+                tick_s=tick_s,
+                logic_version=logic_version,
+                snapshots_since=snapshots_since,
+            ),
             log=self.log.open(),
             core=core or CountingCore(),
             telemetry=Telemetry(service="merger", stream=self.lines),

@@ -108,12 +108,59 @@ async def test_an_older_build_is_refused_by_name(world: World, *, is_killed: boo
     assert [group_id for group_id, _ in await world.merged()] == ["a", "b", "c"]
 
 
+async def test_an_older_build_goes_on_behind_the_clean_stop_of_one_whose_snapshots_it_reads(
+    world: World,
+):
+    await handle(world, "ab")
+    await handle(world, "c", core=NewCore(), logic_version=2, snapshots_since=1)
+    await handle(world, "d")
+    await handle(world, "e", core=NewCore(), logic_version=2, snapshots_since=1)
+    new_c, new_e = ("c", 103), ("e", 105)
+    assert await world.merged() == [*OLD[:2], new_c, new_c, OLD[3], new_e, new_e]
+    written = [(b.logic_version, b.snapshot_logic_version) for b in await world.journal()]
+    # Batches, and a snapshot where a build ends and where another begins.
+    old, new, old_state, new_state = (1, 0), (2, 0), (1, 1), (1, 2)
+    assert written == [
+        *[old, old, old_state],
+        *[new_state, new, new_state],
+        *[old_state, old, old_state],
+        *[new_state, new, new_state],
+    ]
+
+
+async def test_an_older_build_refuses_what_a_killed_newer_one_handled(world: World):
+    await handle(world, "ab")
+    await handle(world, "c", is_killed=True, core=NewCore(), logic_version=2, snapshots_since=1)
+    with pytest.raises(ExceptionGroup) as died:
+        async with world.task():
+            await asyncio.sleep(5)
+    assert died.group_contains(NewerLogicError, match="written by logic version 2 of merger")
+    async with world.task(core=NewCore(), logic_version=2, snapshots_since=1):
+        pass
+    await handle(world, "d")
+    assert (await world.merged())[-1] == ("d", 4)
+
+
 async def test_a_replay_compares_what_its_own_version_wrote(world: World):
     await handle(world, "abcd", is_killed=True)
     await handle(world, "ef", core=NewCore(), logic_version=2, is_killed=True)
     plan = world.plan(QUIET, tick_s=0.0, logic_version=2)
     result = await compare(world.log, plan, NewCore(), outputs=(MERGED,))
     assert (result.difference, result.batch_first, result.inputs) == (None, 5, 2)
+
+
+async def test_a_replay_compares_behind_the_clean_stops_of_a_build_whose_snapshots_others_read(
+    world: World,
+):
+    """Its snapshots name the older version, and are still its own."""
+    await handle(world, "ab")
+    for group_id in "cd":
+        await handle(world, group_id, core=NewCore(), logic_version=2, snapshots_since=1)
+    plan = world.plan(QUIET, tick_s=0.0, logic_version=2, snapshots_since=1)
+    result = await compare(world.log, plan, NewCore(), outputs=(MERGED,))
+    # Batches 0 to 2 are the older build's, 3 is the snapshot of the takeover.
+    assert (result.difference, result.batch_first, result.inputs) == (None, 4, 2)
+    assert len(world.events("taken_over")) == 1
 
 
 async def test_a_replay_of_another_versions_journal_is_refused_by_name(world: World):

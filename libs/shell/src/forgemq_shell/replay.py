@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from forgemq_bus.log import Emit, LogReads, Place, Record
-from forgemq_contracts.journal import JournalledBatch, JournalLoss
+from forgemq_contracts.journal import JournalledBatch, JournalLoss, writer_logic
 from forgemq_contracts.messages import Core
 from forgemq_shell.batch import Batch, digest
 from forgemq_shell.interruption import Turns
@@ -221,17 +221,18 @@ async def _oldest_beginning(log: LogReads, batches: Sequence[JournalledBatch]) -
 
 
 def _check_logic(newest: JournalledBatch, *, service: str, logic_version: int) -> None:
-    if newest.logic_version != logic_version:
+    written_by = writer_logic(newest)
+    if written_by != logic_version:
         raise JournalError(
-            f"the journal was written by logic version {newest.logic_version} of {service}, this "
-            f"build has {logic_version}"
+            f"the journal was written by logic version {written_by} of {service}, this build has "
+            f"{logic_version}"
         )
 
 
 def _since_taken_over(
     outline: list[tuple[int, JournalledBatch]], *, logic_version: int
 ) -> list[tuple[int, JournalledBatch]]:
-    others = [n for n, (_, batch) in enumerate(outline) if batch.logic_version != logic_version]
+    others = [n for n, (_, batch) in enumerate(outline) if writer_logic(batch) != logic_version]
     return outline[others[-1] + 1 :] if others else outline
 
 

@@ -6,6 +6,8 @@ again. What the core writes meanwhile is dropped: it stands on the log.
 - Batches of this core's logic version must give the same bytes, or the task does not start.
 - Batches of an older one are taken over. What the old core wrote for them stays; this core handles
   their inputs for its state alone. So no output is written twice, and none is added for old inputs.
+- A snapshot says which logic version can go on from it at least. So an older build goes on behind
+  the clean stop of a newer one, if that is able to; batches of a newer core it refuses.
 """
 
 import asyncio
@@ -14,7 +16,7 @@ from dataclasses import dataclass, field
 
 from forgemq_bus.errors import LostBlobError
 from forgemq_bus.log import Log, Place, Record
-from forgemq_contracts.journal import JournalledBatch
+from forgemq_contracts.journal import JournalledBatch, writer_logic
 from forgemq_contracts.messages import Core
 from forgemq_shell.journal import (
     JournalEntry,
@@ -171,7 +173,7 @@ async def restore(plan: TaskPlan, *, log: Log, core: Core, telemetry: Telemetry)
         snapshot=_kept(chain) if has_snapshot else None,
         batches=len(batches) - has_snapshot,
         wants_snapshot=chain.lost > 0
-        or any(batch.logic_version != plan.logic_version for batch in batches),
+        or any(writer_logic(batch) != plan.logic_version for batch in batches),
         lost=lost,
     )
 
@@ -235,12 +237,13 @@ async def _replay(
                 raise _diverged(plan, replayed)
     finally:
         await inputs.close()
-    if batches and batches[0].logic_version != plan.logic_version:
+    others = {writer_logic(batch) for batch in batches} - {plan.logic_version}
+    if others:
         telemetry.event(
             "taken_over",
             partition=plan.journal.partition,
             logic_version=plan.logic_version,
-            logic_version_before=batches[0].logic_version,
+            logic_version_before=min(others),
             batches=taken_over.batches,
             different=taken_over.different,
             first_different=taken_over.first_different,

@@ -78,7 +78,8 @@ class Snapshots:
             outputs=0,
             outputs_digest=digest(()),
             snapshot=core.snapshot(),
-            logic_version=self._plan.logic_version,
+            logic_version=self._plan.snapshots_since or self._plan.logic_version,
+            snapshot_logic_version=self._plan.logic_version,
             positions=tuple(
                 JournalPosition(topic=place.topic, partition=place.partition, position=position)
                 for place, position in sorted(positions.items())

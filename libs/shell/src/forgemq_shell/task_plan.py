@@ -17,6 +17,8 @@ class TaskPlan:
         inputs: Every partition that the task reads.
         tick_s: Seconds between two ticks; 0: the core gets none.
         logic_version: Of the core; written into every journal record.
+        settings: Of all transforms.
+        snapshots_since: Lowest logic version that goes on from the core's snapshots; 0: its own.
     """
 
     service: str
@@ -25,6 +27,7 @@ class TaskPlan:
     tick_s: float
     logic_version: int
     settings: TransformSettings
+    snapshots_since: int = 0
 
     @property
     def transactional_id(self) -> str:

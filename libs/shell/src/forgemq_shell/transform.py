@@ -82,6 +82,7 @@ class Transform:
         journal: Journal topic.
         make_core: Makes a fresh core for a journal partition.
         logic_version: Of the core: raised with each change of what it writes for old inputs.
+        snapshots_since: Lowest logic version that goes on from the core's snapshots; 0: its own.
         tick_s: Seconds between two ticks; 0: the core gets none.
         dead_letters: Topics whose dead letters it also reads, as `DeadLetter`; only if its journal
             is partitioned by run, since all letters about a topic are in one partition.
@@ -92,6 +93,7 @@ class Transform:
     journal: Topic
     make_core: Callable[[int], Core]
     logic_version: int
+    snapshots_since: int = 0
     tick_s: float = 0.0
     dead_letters: tuple[Topic, ...] = ()
 
@@ -141,6 +143,7 @@ class Transform:
             ),
             tick_s=self.tick_s,
             logic_version=self.logic_version,
+            snapshots_since=self.snapshots_since,
             settings=settings,
         )
 

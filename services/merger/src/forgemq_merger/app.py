@@ -12,7 +12,7 @@ from forgemq_contracts.topics import (
     SCORED_GROUPS,
     Topic,
 )
-from forgemq_merger.core.logic_version import LOGIC_VERSION
+from forgemq_merger.core.logic_version import LOGIC_VERSION, SNAPSHOTS_SINCE
 from forgemq_merger.core.merger import Merger
 from forgemq_merger.settings import MergerSettings
 from forgemq_settings.environment import parse
@@ -36,6 +36,7 @@ def transform_of(configuration: RunConfiguration, environ: Mapping[str, str]) ->
             has_teacher=configuration.distillation is not None,
         ),
         logic_version=LOGIC_VERSION,
+        snapshots_since=SNAPSHOTS_SINCE,
         tick_s=settings.tick_s,
     )
 

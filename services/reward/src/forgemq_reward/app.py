@@ -16,7 +16,7 @@ from forgemq_contracts.topics import (
     Topic,
 )
 from forgemq_reward.core import RewardCore
-from forgemq_reward.core.logic_version import LOGIC_VERSION
+from forgemq_reward.core.logic_version import LOGIC_VERSION, SNAPSHOTS_SINCE
 from forgemq_reward.grading_loop import GradingLoop
 from forgemq_reward.settings import RewardSettings
 from forgemq_settings.environment import parse
@@ -41,6 +41,7 @@ def transform_of(configuration: RunConfiguration, environ: Mapping[str, str]) ->
         journal=REWARD_JOURNAL,
         make_core=functools.partial(_core, configuration),
         logic_version=LOGIC_VERSION,
+        snapshots_since=SNAPSHOTS_SINCE,
     )
 
 

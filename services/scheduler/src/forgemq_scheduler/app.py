@@ -19,7 +19,7 @@ from forgemq_contracts.topics import (
     Topic,
 )
 from forgemq_scheduler.core import SchedulerCore
-from forgemq_scheduler.core.logic_version import LOGIC_VERSION
+from forgemq_scheduler.core.logic_version import LOGIC_VERSION, SNAPSHOTS_SINCE
 from forgemq_scheduler.settings import SchedulerSettings
 from forgemq_settings.environment import parse
 from forgemq_shell.service import Context
@@ -55,6 +55,7 @@ def transform_of(configuration: RunConfiguration, environ: Mapping[str, str]) ->
         journal=SCHEDULER_JOURNAL,
         make_core=lambda _: SchedulerCore(configuration),
         logic_version=LOGIC_VERSION,
+        snapshots_since=SNAPSHOTS_SINCE,
         tick_s=settings.tick_s,
         dead_letters=DEAD_LETTERS,
     )
