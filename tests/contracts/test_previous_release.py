@@ -1,0 +1,173 @@
+"""The contracts and cores of the previous release, side by side with the present ones."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from forgemq_contracts import generate, topics
+from forgemq_contracts.compatibility import (
+    added_fields,
+    breaking_changes,
+    is_settings,
+    renamed,
+    schemas,
+)
+from forgemq_contracts.examples import full, minimal
+from tests.compatibility_page import missed_fields, new_settings, order
+from tests.contracts.frozen_snapshots import FOLDER as SNAPSHOTS
+from tests.contracts.frozen_snapshots import transform_of
+from tests.previous_release import (
+    Release,
+    previous_contracts,
+    previous_file,
+    previous_release,
+)
+
+SERVICES = {topic.producer for topic in topics.OF_RUN} | {"agents", "console"}
+
+READ = """
+import json, sys
+import msgspec
+from forgemq_contracts import topics
+
+for line in sys.stdin:
+    name, value = json.loads(line)
+    try:
+        topics.decode(topics.BY_NAME[name], bytes.fromhex(value))
+        print("read")
+    except (msgspec.MsgspecError, KeyError) as error:
+        print(f"refused: {error}")
+"""
+
+WRITE = """
+import json
+from forgemq_contracts import topics
+from forgemq_contracts.examples import full
+
+for topic in topics.ALL:
+    print(json.dumps([topic.name, topics.encode(full(topic.record)).hex()]))
+"""
+
+GO_ON = """
+import sys
+from tests.contracts.frozen_snapshots import fresh_core
+
+core = fresh_core(sys.argv[1])
+core.restore(sys.stdin.buffer.read())
+again = fresh_core(sys.argv[1])
+again.restore(core.snapshot())
+assert again.snapshot() == core.snapshot()
+print(len(core.snapshot()))
+"""
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
+    return previous_release(tmp_path_factory.mktemp("previous"))
+
+
+def run(release: Release, code: str, *arguments: str, given: bytes = b"") -> list[str]:
+    """Lines that a program prints with the packages of a release."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        input=given,
+        env={**os.environ, "PYTHONPATH": release.python_path()},
+        capture_output=True,
+        cwd=release.root,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().splitlines()
+
+
+def test_what_is_frozen_is_what_the_previous_release_has():
+    frozen = previous_contracts()
+    assert frozen["schemas"] == json.loads(previous_file("contracts/schemas.json"))
+    api = json.loads(previous_file("contracts/openapi.json"))
+    assert frozen["http"] == api["components"]["schemas"]
+    routes = {f"{how.upper()} {path}" for path, methods in api["paths"].items() for how in methods}
+    assert set(frozen["routes"]) == routes
+
+
+def test_the_gateways_routes_and_bodies_are_those_of_the_previous_release_or_more():
+    frozen, present = previous_contracts(), generate.frozen()
+    assert set(frozen["routes"]) <= set(present["routes"])
+    assert breaking_changes(frozen["http"], present["http"]) == []
+
+
+def test_every_field_that_the_previous_release_does_not_know_is_on_the_page():
+    present, settings = schemas(), new_settings()
+    added = added_fields(renamed(previous_contracts()["schemas"]), present)
+    of_run_file = {each for each in added if is_settings(present[each.split(".")[0]])}
+    assert sorted(settings) == sorted(of_run_file)
+    assert sorted(row.field for row in missed_fields()) == sorted(set(added) - of_run_file)
+
+
+def test_who_must_be_upgraded_before_a_field_is_written_comes_first_in_the_order():
+    places = {service: number for number, service in enumerate(order())}
+    assert set(places) == SERVICES - {"launcher"}
+    late = [
+        (row.field, reader, writer)
+        for row in missed_fields()
+        for reader in row.before
+        for writer in row.writers
+        if places[reader] >= places[writer]
+    ]
+    assert late == []
+
+
+def wire(topic: topics.Topic, record: Any) -> bytes:
+    return json.dumps([topic.name, topics.encode(record).hex()]).encode()
+
+
+@pytest.mark.slow
+def test_the_previous_release_reads_every_record_of_this_one_but_a_run_with_newer_settings(
+    release: Release,
+):
+    records = [(topic, make) for topic in topics.ALL for make in (minimal, full)]
+    lines = b"\n".join(wire(topic, make(topic.record)) for topic, make in records)
+    answers = run(release, READ, given=lines)
+    refused = {
+        (topic.name, make.__name__): answer
+        for (topic, make), answer in zip(records, answers, strict=True)
+        if answer != "read"
+    }
+    assert list(refused) == [(topics.STARTED_RUNS.name, "full")]
+    assert "unknown field" in refused[topics.STARTED_RUNS.name, "full"]
+
+
+@pytest.mark.slow
+def test_this_release_reads_every_record_of_the_previous_one(release: Release):
+    lines = run(release, WRITE)
+    assert len(lines) > 20
+    for line in lines:
+        name, value = json.loads(line)
+        topic = topics.BY_NAME[name]
+        record = topics.decode(topic, bytes.fromhex(value))
+        written = msgspec.msgpack.decode(bytes.fromhex(value))
+        assert set(written) <= set(msgspec.structs.asdict(record))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("service", ["merger", "reward", "scheduler"])
+def test_a_core_of_the_previous_release_goes_on_from_this_ones_snapshot(
+    release: Release, service: str
+):
+    transform, before = transform_of(service), release.logic_version(service)
+    if before < (transform.snapshots_since or transform.logic_version):
+        pytest.skip(f"logic version {before} of {service} does not go on from this one's snapshots")
+    stored = (SNAPSHOTS / f"{service}-{transform.logic_version}.msgpack").read_bytes()
+    (kept,) = run(release, GO_ON, service, given=stored)
+    assert int(kept) > 0
+
+
+def test_a_clone_without_the_history_skips(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr("tests.previous_release.previous", lambda: {"revision": "v0.0.0-none"})
+    with pytest.raises(pytest.skip.Exception, match="no history with the previous release"):
+        previous_release(tmp_path)
