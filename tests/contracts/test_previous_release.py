@@ -19,6 +19,7 @@ from forgemq_contracts.compatibility import (
     schemas,
 )
 from forgemq_contracts.examples import full, minimal
+from tests.architecture.test_docs import DEFAULTS
 from tests.compatibility_page import missed_fields, new_settings, order
 from tests.contracts.frozen_snapshots import FOLDER as SNAPSHOTS
 from tests.contracts.frozen_snapshots import transform_of
@@ -52,6 +53,12 @@ from forgemq_contracts.examples import full
 
 for topic in topics.ALL:
     print(json.dumps([topic.name, topics.encode(full(topic.record)).hex()]))
+"""
+
+VARIABLES = """
+from tests.architecture.test_docs import DEFAULTS
+
+print(*DEFAULTS, sep="\\n")
 """
 
 GO_ON = """
@@ -152,6 +159,13 @@ def test_this_release_reads_every_record_of_the_previous_one(release: Release):
         record = topics.decode(topic, bytes.fromhex(value))
         written = msgspec.msgpack.decode(bytes.fromhex(value))
         assert set(written) <= set(msgspec.structs.asdict(record))
+
+
+@pytest.mark.slow
+def test_every_variable_that_the_previous_release_reads_is_still_read(release: Release):
+    variables = set(run(release, VARIABLES))
+    assert "FORGEMQ_GATEWAY_ADMIN_KEY" in variables
+    assert variables - set(DEFAULTS) == set()
 
 
 @pytest.mark.slow

@@ -39,6 +39,14 @@ GROUPS_PER_STEP = 2
 GROUP_PARTITIONS = 2
 STEPS_PER_CHANGE = 2
 SPARE_STEPS = 6
+SETTINGS = (
+    'queues.0.task_source="gated:task"',
+    'queues.0.agent="gated:play"',
+    'queues.0.outcome="gated:outcome"',
+    "queues.0.group_deadline_s=3600",
+    "evaluation.tasks=0",
+    "log.keep_for_replay=true",
+)
 KILLED = "scheduler"
 """Upgraded by kill -9: the new core then takes over a journal without a snapshot at its end."""
 
@@ -106,20 +114,12 @@ def play(run: UpgradedRun, previous: Release) -> int:
     changes = [(service, PRESENT) for service in services]
     changes += [(service, previous) for service in reversed(services)]
     steps = 1 + STEPS_PER_CHANGE * len(changes) + SPARE_STEPS
-    run.create(
-        previous,
-        'queues.0.task_source="gated:task"',
-        'queues.0.agent="gated:play"',
-        'queues.0.outcome="gated:outcome"',
-        "queues.0.group_deadline_s=3600",
-        f"trainer.steps={steps}",
-        "evaluation.tasks=0",
-        "log.keep_for_replay=true",
-    )
+    run.create(previous, *SETTINGS, f"trainer.steps={steps}")
     for service in services:
         run.start(service, previous)
     trained = 1
     run.let_train(trained, groups=GROUPS_PER_STEP)
+    run.create(PRESENT, *SETTINGS, f"trainer.steps={steps}")
     for service, release in changes:
         run.let_begin(GROUPS_PER_STEP)
         change(run, service, release)
@@ -155,7 +155,7 @@ async def written(*, bootstrap: str, run: str, blobs: str) -> dict[str, list[Rec
             topic.name: await records_of(
                 log, topic.name, partitions=topics.partition_count(topic, layout)
             )
-            for of_service in WRITTEN.values()
+            for of_service in (*WRITTEN.values(), (topics.STARTED_RUNS,))
             for topic in of_service
         }
     finally:
@@ -177,6 +177,16 @@ def test_every_step_is_trained_and_every_guarantee_holds(played: Played):
     assert played.report["staleness_max"] <= played.report["staleness_bound"]
     played.accounts.assert_exactly_once()
     assert list(played.accounts.surviving_steps()) == list(range(played.steps))
+
+
+def test_the_newer_release_creates_what_the_run_lacks_and_leaves_it_announced_as_it_was(
+    played: Played,
+):
+    started = [
+        topics.decode(topics.STARTED_RUNS, record.value)
+        for record in played.records[topics.STARTED_RUNS.name]
+    ]
+    assert len([each for each in started if each.run == played.run.run_id]) == 1
 
 
 @pytest.mark.parametrize("service", WRITTEN)
@@ -225,5 +235,5 @@ def test_no_service_diverged_refused_or_failed(played: Played):
     said = {life.name: played.run.log(life.name) for life in played.run.lives}
     for word in ("DivergedError", "NewerLogicError", '"refused"', "Traceback"):
         assert [name for name, text in said.items() if word in text] == []
-    ended = {(life.name, life.release): life.status for life in played.run.lives}
-    assert {name for name, status in ended.items() if status} == {(KILLED, "previous")}
+    ended = [(life.name, life.release, life.status) for life in played.run.lives if life.status]
+    assert ended == [(KILLED, "previous", -signal.SIGKILL)]
