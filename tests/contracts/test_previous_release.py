@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from forgemq_contracts import generate, topics
 from forgemq_contracts.compatibility import (
@@ -19,11 +20,14 @@ from forgemq_contracts.compatibility import (
     schemas,
 )
 from forgemq_contracts.examples import full, minimal
+from forgemq_contracts.run import RunConfiguration, StartedRun
+from forgemq_launcher.command_line import run_tool
 from tests.architecture.test_docs import DEFAULTS
 from tests.compatibility_page import missed_fields, new_settings, order
 from tests.contracts.frozen_snapshots import FOLDER as SNAPSHOTS
 from tests.contracts.frozen_snapshots import transform_of
 from tests.previous_release import (
+    ROOT,
     Release,
     previous_contracts,
     previous_file,
@@ -147,6 +151,18 @@ def test_the_previous_release_reads_every_record_of_this_one_but_a_run_with_newe
     }
     assert list(refused) == [(topics.STARTED_RUNS.name, "full")]
     assert "unknown field" in refused[topics.STARTED_RUNS.name, "full"]
+
+
+@pytest.mark.slow
+def test_the_previous_release_reads_the_demos_run_as_this_one_announces_it(
+    release: Release, tmp_path: Path
+):
+    """The file sets nothing that the previous release does not know."""
+    given = ["resolve", str(ROOT / "deploy/demo/run.toml"), "--to", str(tmp_path / "run.json")]
+    assert run_tool(given, environ={"FORGEMQ_RUN": "demo"}, console=Console(quiet=True)) == 0
+    configuration = msgspec.json.decode((tmp_path / "run.json").read_bytes(), type=RunConfiguration)
+    started = StartedRun(run="demo", configuration=configuration, blobs="blobs", started_ms=1)
+    assert run(release, READ, given=wire(topics.STARTED_RUNS, started)) == ["read"]
 
 
 @pytest.mark.slow
