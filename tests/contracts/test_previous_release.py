@@ -33,6 +33,7 @@ from tests.previous_release import (
     previous_file,
     previous_release,
 )
+from tests.unit.shell.task_world import World
 
 SERVICES = {topic.producer for topic in topics.OF_RUN} | {"agents", "console"}
 
@@ -75,6 +76,40 @@ again = fresh_core(sys.argv[1])
 again.restore(core.snapshot())
 assert again.snapshot() == core.snapshot()
 print(len(core.snapshot()))
+"""
+
+
+RESTORE = """
+import asyncio, sys
+from forgemq_bus.log import Emit
+from forgemq_shell.journal import snapshot_headers
+from forgemq_shell.restore import NewerLogicError, restore
+from forgemq_telemetry import Telemetry
+from tests.simulation.counting_core import CountingCore
+from tests.unit.shell.task_world import JOURNAL, QUIET, World
+
+
+async def main():
+    world, sequence = World(), int(sys.argv[1])
+    await world.open()
+    journalled = Emit(
+        topic=JOURNAL.topic,
+        partition=0,
+        key=b"",
+        value=sys.stdin.buffer.read(),
+        headers=snapshot_headers(sequence),
+    )
+    await world.write([journalled])
+    plan = world.plan(QUIET, tick_s=0.0, logic_version=1)
+    telemetry = Telemetry(service="merger", stream=world.lines)
+    try:
+        restored = await restore(plan, log=world.log, core=CountingCore(), telemetry=telemetry)
+        print("goes on with batch", restored.sequence)
+    except NewerLogicError:
+        print("refused")
+
+
+asyncio.run(main())
 """
 
 
@@ -175,6 +210,21 @@ def test_this_release_reads_every_record_of_the_previous_one(release: Release):
         record = topics.decode(topic, bytes.fromhex(value))
         written = msgspec.msgpack.decode(bytes.fromhex(value))
         assert set(written) <= set(msgspec.structs.asdict(record))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("since", "said"), [(1, "goes on with batch 2"), (2, "refused")])
+async def test_the_previous_release_goes_on_behind_a_clean_stop_if_the_snapshot_names_its_logic(
+    release: Release, since: int, said: str
+):
+    world = World()
+    await world.open()
+    async with world.task(logic_version=2, snapshots_since=since):
+        await world.score("a")
+        await world.until_merged(1)
+    *_, snapshot = await world.journal()
+    given = topics.encode(snapshot)
+    assert run(release, RESTORE, str(snapshot.sequence), given=given) == [said]
 
 
 @pytest.mark.slow
