@@ -139,6 +139,16 @@ def test_of_two_processes_at_one_address_the_one_that_started_last_counts() -> N
     assert [peer.gateway for peer in mine.peers()] == ["new"]
 
 
+def test_a_dead_process_whose_clock_was_ahead_does_not_hide_the_next_one_at_its_address() -> None:
+    mine = gateways("c")
+    mine.hear(report("dead", url="http://b", started_ms=9), heard_s=0.0)
+    mine.hear(report("next", url="http://b", started_ms=5), heard_s=LAPSE_S)
+    mine.hear(report("c"), heard_s=LAPSE_S)
+    assert [peer.gateway for peer in mine.peers()] == ["dead"]
+    mine.hear(report("c", at_ms=2), heard_s=math.nextafter(LAPSE_S, 9.0))
+    assert [peer.gateway for peer in mine.peers()] == ["next"]
+
+
 def test_the_older_of_two_at_one_address_learns_that_it_has_a_successor() -> None:
     older, newer = gateways("old"), gateways("new")
     own = report("old"), report("new", url=older.url, started_ms=2)

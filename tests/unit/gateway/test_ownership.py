@@ -17,6 +17,7 @@ from forgemq_contracts.admin import FinishRequest
 from forgemq_contracts.asked_keys import KEYS_MAX, AskedKeys
 from forgemq_contracts.groups import RequestedGroup
 from forgemq_contracts.messages import Output
+from forgemq_contracts.ownership import ReportedGateway
 from forgemq_gateway.clock import Clock
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.gateways import Gateways
@@ -126,6 +127,25 @@ async def test_a_gateway_that_was_killed_is_replaced_without_a_wait(model: Path)
         owners = [record.owner for record in await world.records(topics.OWNED_RUNS)]
         assert (await world.admin("POST", "/v1/groups", GROUP)).status_code == 200
     assert owners[:2] == [1, 2]
+
+
+async def test_a_gateway_takes_over_from_one_that_started_with_a_clock_an_hour_ahead(
+    model: Path,
+) -> None:
+    """Both have one address, and a report of the first is the newest on the log."""
+    async with in_world(model) as world:
+        await world.kill()
+        assert world.tasks is not None
+        url, ahead_ms = "http://gateway-0:8000", wall_ms() + 3_600_000
+        dead = ReportedGateway(
+            run="r", gateway="dead", url=url, started_ms=ahead_ms, reported_ms=ahead_ms
+        )
+        await world.write(topics.REPORTED_GATEWAYS, 0, dead)
+        world.settings = msgspec.structs.replace(world.settings, peer_url=url)
+        await asyncio.wait_for(world.start(world.tasks), timeout=10)
+        assert (await world.admin("POST", "/v1/groups", GROUP)).status_code == 200
+        owner = (await world.records(topics.OWNED_RUNS))[-1].owners[0]
+    assert (owner.url, owner.gateway.startswith(url)) == (url, True)
 
 
 async def test_a_key_is_known_when_all_records_of_its_group_are_gone(model: Path) -> None:
