@@ -2,11 +2,9 @@
 
 import asyncio
 import io
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoint
 
 from forgemq_auditor.run_metrics import export_state, export_verdicts
 from forgemq_auditor.run_watch import RunWatch, keep_watched
@@ -19,37 +17,11 @@ from forgemq_contracts.messages import Message
 from forgemq_contracts.run import StartedRun
 from forgemq_contracts.steps import Alarm, TrainedStep
 from forgemq_shell.service import Context
-from forgemq_telemetry.exporters import OpenTelemetryExporter
-from forgemq_telemetry.settings import TelemetrySettings
 from forgemq_telemetry.telemetry import Telemetry
+from tests.metered import metered
 from tests.unit.run_view import live_run
 from tests.unit.run_view.live_run import LiveRun
 from tests.unit.run_view.synthetic import SyntheticRun, started
-
-Labels = tuple[tuple[str, str | int], ...]
-
-
-def metered() -> tuple[Telemetry, Callable[[], dict[tuple[str, Labels], float]]]:
-    """A telemetry, and a function that says what it holds by metric and labels."""
-    reader = InMemoryMetricReader()
-    exporter = OpenTelemetryExporter(
-        resource={}, readers=[reader], processors=[], settings=TelemetrySettings()
-    )
-
-    def held() -> dict[tuple[str, Labels], float]:
-        data = reader.get_metrics_data()
-        return {
-            (metric.name.removeprefix("forgemq."), tuple(sorted(point.attributes.items()))): (
-                point.value
-            )
-            for resource in (data.resource_metrics if data else ())
-            for scope in resource.scope_metrics
-            for metric in scope.metrics
-            for point in metric.data.data_points
-            if isinstance(point, NumberDataPoint)
-        }
-
-    return Telemetry(service="auditor", exporter=exporter, stream=io.StringIO()), held
 
 
 class Clock:
@@ -98,7 +70,7 @@ async def test_progress_queues_staleness_and_alarms_of_a_run_are_exported():
         for m in run.messages
     ]
     watch = await read_run(run, started())
-    telemetry, held = metered()
+    telemetry, held = metered("auditor")
     export_state(watch.view.state(now_ms=20_000), telemetry)
     found = held()
     desk = ("domain", "shop_desk")
@@ -120,7 +92,7 @@ async def test_the_reason_of_a_stall_is_1_and_every_other_one_is_0():
     run.play(400)
     watch = await read_run(run, live_run.started())
     watch.view.state(now_ms=run.now_ms - 60_000)
-    telemetry, held = metered()
+    telemetry, held = metered("auditor")
     export_state(watch.view.state(now_ms=run.now_ms), telemetry)
     stalled = {
         dict(labels)["reason"]: value
@@ -139,7 +111,7 @@ async def test_a_violation_counts_once_two_checks_have_found_it():
     assert checked(watch) == dict.fromkeys(("G1", "G2", "G3", "G4", "G5"), 0)
     violations = checked(watch)
     assert violations == {"G1": 1, "G2": 0, "G3": 0, "G4": 0, "G5": 0}
-    telemetry, held = metered()
+    telemetry, held = metered("auditor")
     export_verdicts(violations, telemetry)
     found = held()
     assert found["auditor.violations", (("guarantee", "G1"),)] == 1
@@ -171,7 +143,7 @@ async def test_the_service_exports_until_it_stops_and_reads_nothing_without_an_e
     run, clock = SyntheticRun().play(steps=2), Clock()
     log = await log_of(started(), clock)
     await write(log, run.messages, clock)
-    telemetry, held = metered()
+    telemetry, held = metered("auditor")
     context = Context(
         started=started(),
         log=log,

@@ -117,6 +117,7 @@ GaugeName: TypeAlias = Literal[
     "gateway.in_flight",
     "gateway.groups",
     "gateway.groups_unclaimed",
+    "gateway.episodes_open",
     "gateway.history_bytes",
 ]
 HistogramName: TypeAlias = Literal[
@@ -343,9 +344,13 @@ GAUGES: dict[GaugeName, Metric] = {
         "By", "Memory that the newest broadcast took beside the mapped file, at its most."
     ),
     "gateway.in_flight": Metric("{request}", "Requests in flight, by lane."),
-    "gateway.groups": Metric("{group}", "Groups that have not retired."),
+    "gateway.groups": Metric("{group}", "Groups of this gateway that have not retired."),
     "gateway.groups_unclaimed": Metric(
-        "{group}", "Admitted groups without an episode that an agent has claimed."
+        "{group}", "Admitted groups of this gateway without an episode that an agent has claimed."
+    ),
+    "gateway.episodes_open": Metric(
+        "{episode}",
+        "Episodes of this gateway's admitted groups that have not ended, claimed or not.",
     ),
     "gateway.history_bytes": Metric("By", "Memory of the message histories of open groups."),
 }

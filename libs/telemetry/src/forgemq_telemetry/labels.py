@@ -10,6 +10,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "gateway.cache_outcomes": ("lane", "outcome"),
     "gateway.circuits_opened": ("lane",),
     "gateway.episodes_finished": ("status",),
+    "gateway.episodes_open": ("domain",),
     "gateway.forks": ("reason",),
     "gateway.in_flight": ("lane",),
     "gateway.refused": ("limit", "status"),

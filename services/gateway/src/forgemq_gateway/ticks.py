@@ -5,6 +5,7 @@ written beside the ticks, one pass at a time.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 
 from forgemq_gateway.abandoned import Abandoned
@@ -61,8 +62,30 @@ def _measure(context: GatewayContext, *, dispatcher: Dispatcher, operations: Ope
     telemetry, registry = context.telemetry, context.registry
     operations.held_bytes = registry.size_bytes()
     telemetry.gauge("gateway.history_bytes", operations.held_bytes)
-    telemetry.gauge("gateway.groups", len(registry.groups))
-    admitted = [group for group in registry.groups.values() if group.state == "admitted"]
-    telemetry.gauge("gateway.groups_unclaimed", sum(not each.episodes for each in admitted))
+    measure_groups(context)
     for lane, in_flight in dispatcher.attempts.in_flight().items():
         telemetry.gauge("gateway.in_flight", in_flight, lane=lane)
+
+
+def measure_groups(context: GatewayContext) -> None:
+    """Count the groups that this gateway serves, so that the sum over all gateways is the run's.
+
+    Every gateway knows all groups, but of the others' groups not which episodes are claimed.
+    """
+    telemetry = context.telemetry
+    if not telemetry.is_exporting:
+        return
+    own = [
+        group
+        for group_id, group in context.registry.groups.items()
+        if context.gateways.serves(group_id)
+    ]
+    admitted = [group for group in own if group.state == "admitted"]
+    telemetry.gauge("gateway.groups", len(own))
+    telemetry.gauge("gateway.groups_unclaimed", sum(not each.episodes for each in admitted))
+    open_episodes = Counter({queue.domain: 0 for queue in context.configuration.queues})
+    for group in admitted:
+        if not group.closed:
+            open_episodes[group.facts.domain] += group.facts.group_size - len(group.finished)
+    for domain, count in open_episodes.items():
+        telemetry.gauge("gateway.episodes_open", count, domain=domain)
