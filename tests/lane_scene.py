@@ -83,7 +83,7 @@ def configuration(
 async def create_topics(log: Log, *, lanes: int = 2) -> None:
     run = small_run(group_partitions=PARTITIONS, lanes=lanes)
     counts = {topic.name: topics.partition_count(topic, run) for topic in topics.OF_RUN}
-    dead = {topic.dlq_name: counts[topic.name] for topic in topics.OF_RUN if topic.has_dlq}
+    dead = {topic.dlq_name: 1 for topic in topics.OF_RUN if topic.has_dlq}
     await log.create_topics(counts | dead)
 
 

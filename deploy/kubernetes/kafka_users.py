@@ -76,14 +76,17 @@ def rules_of(service: str, *, run: str) -> list[Rule]:
 
 
 def creator_rules(*, run: str) -> list[Rule]:
-    """What the workload `run` may do: create and read all of the run, announce and end it."""
+    """What the workload `run` may do: make and read all of the run, announce and end it."""
     shared = [
         _topic(topic.name, "Create", "Read", "Write", "Describe", "DescribeConfigs")
         for topic in topics.SHARED
     ]
     return [
         *shared,
-        _rule("topic", in_run("", run=run), "Create", "Read", "Describe", "DescribeConfigs"),
+        # It adds partitions when the run is given room for more lanes.
+        _rule(
+            "topic", in_run("", run=run), "Create", "Alter", "Read", "Describe", "DescribeConfigs"
+        ),
         _rule("group", in_run("", run=run), "Describe"),
         _cluster("DescribeConfigs"),
     ]

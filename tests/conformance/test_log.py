@@ -7,6 +7,7 @@ import pytest
 
 from forgemq_bus.errors import (
     OutOfRangeError,
+    PartitionCountError,
     UnknownPlaceError,
 )
 from forgemq_bus.log import Emit, Log, Place
@@ -189,10 +190,22 @@ class TestPositions:
 class TestTopics:
     async def test_creating_again_is_fine_and_another_count_is_refused(self, log: Log) -> None:
         await log.create_topics({"a": 2, "d": 3})
-        with pytest.raises(ValueError, match="has 2 partitions, not 4"):
+        with pytest.raises(PartitionCountError, match="has 2 partitions, and its run counts on 4"):
             await log.create_topics({"e": 1, "a": 4})
         with pytest.raises(UnknownPlaceError):
             await write(log, [emit(Place("e", 0), b"")])
+
+    async def test_a_topic_that_may_grow_gets_what_it_lacks_and_keeps_what_it_has(
+        self, log: Log
+    ) -> None:
+        await write(log, [emit(A1, b"before")])
+        await log.create_topics({"a": 4, "b": 2}, may_grow=["a", "b"])
+        await write(log, [emit(A1, b"behind"), emit(Place("a", 3), b"new")])
+        reader = await log.reader({A1: 0, Place("a", 3): 0})
+        assert sorted(await read_values(reader, 3)) == [b"before", b"behind", b"new"]
+        for wanted in ({"a": 3}, {"b": 1}):
+            with pytest.raises(PartitionCountError, match="its run counts on"):
+                await log.create_topics(wanted, may_grow=["a", "b"])
 
     @pytest.mark.parametrize("place", [Place("nowhere", 0), Place("a", 2)])
     async def test_a_partition_that_does_not_exist_is_refused_everywhere(

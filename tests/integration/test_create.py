@@ -12,8 +12,11 @@ from rich.console import Console
 
 from forgemq_bus.broker import LocalBroker
 from forgemq_bus.broker.local import folder_ports
+from forgemq_bus.errors import UnknownPlaceError
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.log import Place
 from forgemq_contracts.run import StartedRun
+from forgemq_contracts.topics import REPORTED_ENGINES, SCORED_GROUPS, Topic
 from forgemq_launcher.command_line import run_tool
 from forgemq_shell.started_run import started_run
 from tests.ports import free_port
@@ -96,6 +99,42 @@ def test_a_run_that_is_announced_already_is_announced_again_only_if_it_changed(
     create("trainer.steps=8", run_id=given)
     assert announced(environ, given).configuration.trainer.steps == 8
     assert announced(environ, given).started_ms > first.started_ms
+
+
+def test_a_run_that_is_announced_refuses_by_name_what_must_stay_and_takes_more_room_for_lanes(
+    create, environ, new_run_id
+):
+    given = new_run_id()
+    create(run_id=given)
+    for change, words in (
+        (
+            "log.group_partitions=4",
+            "log.group_partitions was 2 when this run was trained, and is 4",
+        ),
+        ("seed=5", "seed was 0 when this run was trained, and is 5 now: the tasks that were asked"),
+    ):
+        console = Console(file=io.StringIO(), width=200)
+        called = {**environ, "FORGEMQ_RUN": given}
+        assert run_tool(["create", str(DEMO), change], environ=called, console=console) == 2
+        assert f"forgemq: {words}" in console.file.getvalue()
+    create("log.lanes_max=3", run_id=given)
+    assert announced(environ, given).changes == ("log.lanes_max: None -> 3",)
+    assert announced(environ, given).configuration.log.group_partitions == 2
+    assert asyncio.run(partitions(environ, given, REPORTED_ENGINES)) == 3
+    assert asyncio.run(partitions(environ, given, SCORED_GROUPS)) == 2
+
+
+async def partitions(environ: Mapping[str, str], run_id: str, topic: Topic) -> int:
+    log = KafkaLog(KafkaConnection(bootstrap=environ["FORGEMQ_KAFKA"]), run=run_id)
+    try:
+        for count in range(100):
+            try:
+                await log.first_positions([Place(topic.name, count)])
+            except UnknownPlaceError:
+                return count
+    finally:
+        await log.close()
+    raise AssertionError(f"{topic.name} has 100 partitions or more")
 
 
 @pytest.mark.long

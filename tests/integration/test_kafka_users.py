@@ -53,6 +53,7 @@ OPERATIONS = {
     "Read": AclOperation.READ,
     "Write": AclOperation.WRITE,
     "Create": AclOperation.CREATE,
+    "Alter": AclOperation.ALTER,
     "Delete": AclOperation.DELETE,
     "Describe": AclOperation.DESCRIBE,
     "DescribeConfigs": AclOperation.DESCRIBE_CONFIGS,
@@ -171,9 +172,11 @@ async def test_each_service_starts_and_the_merger_merges_with_the_rights_of_its_
     address, plain = broker
     given = environ(address, "run", tmp_path)
     # Trained by nothing here: the records of a run that others would write are the test's.
-    creating = await start("forgemq_launcher", "create", "deploy/demo/run.toml", given=given)
-    out, errors = await creating.communicate()
-    assert creating.returncode == 0, (out + errors).decode()[-3000:]
+    for changes in ((), ("log.lanes_max=2",)):
+        arguments = ("create", "deploy/demo/run.toml", *changes)
+        creating = await start("forgemq_launcher", *arguments, given=given)
+        out, errors = await creating.communicate()
+        assert creating.returncode == 0, (out + errors).decode()[-3000:]
     async with AsyncExitStack() as stack:
         for service, event in SERVICES.items():
             process = await start(f"forgemq_{service}", given=environ(address, service, tmp_path))
@@ -203,7 +206,8 @@ async def write_group(log: KafkaLog) -> None:
 def test_a_user_is_refused_what_its_service_does_not_write(broker: tuple[str, str]):
     admin = AdminClient({"bootstrap.servers": broker[1]})
     names = [f"{RUN}.{topic.name}" for topic in (topics.MERGED_GROUPS, topics.SCHEDULED_STEPS)]
-    for future in admin.create_topics([NewTopic(name, 1, 1) for name in names]).values():
+    made = [NewTopic(name, count, 1) for name, count in zip(names, (2, 1), strict=True)]
+    for future in admin.create_topics(made).values():
         with contextlib.suppress(KafkaException):  # The run of another test has made it.
             future.result(timeout=60)
     producer = Producer(

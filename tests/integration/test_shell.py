@@ -76,9 +76,9 @@ def killed_at_the_end(*processes: Process):
 async def run(kafka_log: KafkaLog, kafka_bootstrap: str, tmp_path: Path) -> dict:
     """Environment of a service whose run is on the log."""
     name = kafka_log._run
-    names = [topics.SCORED_GROUPS.name, topics.SCORED_GROUPS.dlq_name]
-    names += [topics.MERGED_GROUPS.name, topics.MERGER_JOURNAL.name]
-    await kafka_log.create_topics({topics.STARTED_RUNS.name: 1, **dict.fromkeys(names, PARTITIONS)})
+    names = [topics.SCORED_GROUPS.name, topics.MERGED_GROUPS.name, topics.MERGER_JOURNAL.name]
+    single = [topics.STARTED_RUNS.name, topics.SCORED_GROUPS.dlq_name]
+    await kafka_log.create_topics(dict.fromkeys(single, 1) | dict.fromkeys(names, PARTITIONS))
     configuration = RunConfiguration(
         run=name,
         seed=1,

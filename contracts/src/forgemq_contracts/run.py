@@ -254,7 +254,7 @@ class Trainer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omi
 
 
 class LogLayout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Partition counts, frozen for the run's life, and limits of the log."""
+    """Partition counts and limits of the log; of the counts only `lanes_max` may grow."""
 
     group_partitions: Annotated[int, Meta(ge=1, le=4096)] = 16
     lanes: Annotated[int, Meta(ge=1, le=4096, description="Engines with which the run begins.")] = 1
@@ -265,7 +265,8 @@ class LogLayout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
                 ge=1,
                 le=4096,
                 description="Engines that the run can have at once: partitions of the lane topics. "
-                "None: as many as `lanes`, so that one must be removed before another is added.",
+                "None: as many as `lanes`, so that one must be removed before another is added. "
+                "May grow at a resume.",
             ),
         ]
         | None

@@ -4,7 +4,8 @@ A field may change if nothing on the log was decided by it in a way that a repla
 the trainer, the agents, the gateway and the grading loop read it when they need it. The cores of
 scheduler and reward are replayed from their journals with the newest configuration, so what they
 read stays. `trainer.steps` is read by the scheduler for one thing, which step is the last: it may
-change until that step is scheduled.
+change until that step is scheduled. `log.lanes_max` may grow: partition n of a lane topic is for
+lane n, so new ones behind the last change the place of no record.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from forgemq_contracts.environments import environment_of
-from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.run import RunConfiguration, lanes_limit
 
 MAY_CHANGE = (
     "audit.*",
@@ -57,6 +58,8 @@ within rounding, not to the byte. Another loss, learning rate or
 number of updates holds from the newest checkpoint on.
 """
 
+MAY_GROW = "log.lanes_max"
+
 REASONS = (
     ("run", "it begins the names of the run's topics and blobs"),
     ("seed", "the tasks that were asked for were made with it"),
@@ -88,6 +91,12 @@ REASONS = (
     ("rewards.*", "the journal of reward was written with it, and is replayed with it"),
     ("episodes.*", "the episodes that are open were promised it"),
     ("evaluation.*", "the rounds of a run are compared, so all of them play the same tasks"),
+    (
+        "log.group_partitions",
+        "the records and journals of each group are in the partition that its id and this number "
+        "give",
+    ),
+    ("log.lanes_max", "it is the number of partitions of topics, which cannot become fewer"),
     ("log.*", "the topics and their records were made with it"),
     ("logic_version", "the journals say which logic wrote them"),
 )
@@ -119,6 +128,8 @@ def check_changes(was: RunConfiguration, now: RunConfiguration) -> None:
     """
     for change in changes(was, now):
         may_change = any(fnmatchcase(change.name, pattern) for pattern in MAY_CHANGE)
+        if change.name == MAY_GROW:
+            may_change = lanes_limit(now.log) >= lanes_limit(was.log)
         if not may_change or _changes_environment(change):
             raise ValueError(
                 f"{change.name} was {change.before!r} when this run was trained, and is "

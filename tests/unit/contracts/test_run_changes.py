@@ -1,5 +1,6 @@
 """Which fields of a configuration may change at a resume; each other one has its reason."""
 
+import itertools
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
@@ -91,11 +92,25 @@ def test_live_keys_may_come_change_and_go():
     assert changes(WAS, WAS) == ()
 
 
+def test_the_room_for_lanes_may_grow_and_not_shrink():
+    rooms = [replaced("log", lanes_max=lanes) for lanes in (None, 1, 3, 4)]
+    for before, after in itertools.combinations(rooms, 2):
+        check_changes(before, after)
+    check_changes(rooms[1], rooms[0])
+    for less in rooms[:3]:
+        with pytest.raises(ValueError, match=r"log\.lanes_max was 4 .* cannot become fewer"):
+            check_changes(rooms[3], less)
+
+
 @pytest.mark.parametrize(
     ("now", "expected"),
     [
         (replaced("rewards", beta=2.0), "rewards.beta was 0.1 .* and is 2.0 now: the journal of"),
         (replaced("log", lanes=2), "log.lanes was 1 .*: the topics and their records"),
+        (
+            replaced("log", group_partitions=32),
+            "log.group_partitions was 16 .* and is 32 now: the records and journals of each group",
+        ),
         (replaced("trainer", steps_ahead_max=2), "trainer.steps_ahead_max .*scheduler's journal"),
         (replaced("model", dtype="float32"), "model.dtype was 'bfloat16'"),
         (msgspec.structs.replace(WAS, queues=WAS.queues[:1]), "queues was .*scheduler's journal"),

@@ -38,6 +38,8 @@ def snapshot_of(positions: dict[Place, int]) -> dict[str, object]:
 
 WHOLE = [batch(0, (A, 0, 3)), batch(1, (A, 4, 2))]
 BEHIND_SNAPSHOT = [batch(8, (A, 6, 1), **snapshot_of({A: 7, B: 9})), batch(9, (A, 8, 2))]
+BEFORE_B_WAS = [batch(8, (A, 6, 1), **snapshot_of({A: 7})), batch(9, (A, 8, 2))]
+"""As of a run that was given a partition B since."""
 OLD_SNAPSHOT = [batch(8, (A, 6, 1), snapshot=b""), batch(9, (A, 8, 2))]
 
 
@@ -50,6 +52,7 @@ OLD_SNAPSHOT = [batch(8, (A, 6, 1), snapshot=b""), batch(9, (A, 8, 2))]
         (BEHIND_SNAPSHOT, {A: 10, B: 9}, {A: 10, B: 9}),
         (BEHIND_SNAPSHOT, {A: 10}, {A: 10, B: 9}),
         (BEHIND_SNAPSHOT, {}, {A: 10, B: 9}),
+        (BEFORE_B_WAS, {A: 10}, {A: 10, B: 4}),
         (OLD_SNAPSHOT, {A: 10, B: 9}, {A: 10, B: 9}),
     ],
 )

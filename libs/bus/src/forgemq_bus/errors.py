@@ -7,6 +7,7 @@ LogError
  |- RecordTooLargeError   a value above the limit, and the log has no blob store
  |- OutOfRangeError       a position below the first or above the end of its partition
  |- UnknownPlaceError     a topic or partition that does not exist
+ |- PartitionCountError   a topic with another number of partitions than its run counts on
  |- BlobError             the blob store refuses or does not answer
  |  |- LostBlobError      a blob is missing, or its bytes are not those that were written;
  |                        a reader raises none, but returns the record as `lost`
@@ -42,6 +43,10 @@ class UnknownPlaceError(LogError):
     """The topic or the partition does not exist; call `create_topics` first."""
 
 
+class PartitionCountError(LogError):
+    """A topic has another number of partitions than its run counts on; no retry helps."""
+
+
 class BlobError(LogError):
     """The blob store refused or did not answer; a retry may succeed."""
 
@@ -54,5 +59,5 @@ class ClosedError(LogError):
     """A reader, writer or log was used after its `close`."""
 
 
-FINAL_ERRORS = (AccessError, FencedError, ClosedError)
+FINAL_ERRORS = (AccessError, FencedError, ClosedError, PartitionCountError)
 """No later call can succeed, so the process must stop; any other error may be of one record."""

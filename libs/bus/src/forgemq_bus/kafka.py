@@ -4,7 +4,7 @@ Readers, writers and members do not share connections, so a long poll of one can
 Connections are opened on first use.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeAlias
 
 from forgemq_bus.blobs import BlobStore
@@ -62,12 +62,27 @@ class KafkaLog:
         self._opened: list[Opened] = []
         self.is_closed = False
 
-    async def create_topics(self, partitions: Mapping[str, int]) -> None:
-        """Create the topics that do not exist; ValueError if a count differs."""
+    async def create_topics(
+        self, partitions: Mapping[str, int], *, may_grow: Collection[str] = ()
+    ) -> None:
+        """Create the topics that do not exist; PartitionCountError if a count differs."""
         self._check_open()
         await self._topics.create(
-            {broker_topic(topic, run=self._run): count for topic, count in partitions.items()}
+            self._on_broker(partitions),
+            may_grow={broker_topic(topic, run=self._run) for topic in may_grow},
         )
+
+    async def check_counts(self, partitions: Mapping[str, int]) -> None:
+        """Check that these topics have so many partitions, as far as they exist.
+
+        Raises:
+            PartitionCountError: one has another number.
+        """
+        self._check_open()
+        await self._topics.check_counts(self._on_broker(partitions))
+
+    def _on_broker(self, partitions: Mapping[str, int]) -> dict[str, int]:
+        return {broker_topic(topic, run=self._run): count for topic, count in partitions.items()}
 
     async def setting_faults(self) -> list[SettingFault]:
         """Name the settings of the cluster under which records of this run can be lost.

@@ -13,7 +13,7 @@ from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
 from aiokafka import errors as kafka_errors
 from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 
-from forgemq_bus.errors import ClosedError, FencedError, LogError
+from forgemq_bus.errors import ClosedError, FencedError, LogError, PartitionCountError
 from forgemq_bus.kafka_connection import client_settings, connect, stop_client
 from forgemq_bus.kafka_reader import KafkaReader, open_reader
 from forgemq_bus.kafka_run import KafkaRun
@@ -44,7 +44,7 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka ha
 
     async def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
         """Start the assignment; returns at once, because no heartbeat is sent before."""
-        self._member.assign(frozenset(partition.partition for partition in assigned))
+        self._member.assign([Place(*partition) for partition in assigned])
 
 
 class KafkaMember:
@@ -62,6 +62,7 @@ class KafkaMember:
         self._kafka_run = kafka_run
         self._group = subscription.group
         self._names = subscription.topics
+        self._count = 0
         self._on_assigned = subscription.on_assigned
         self._on_revoked = subscription.on_revoked
         self._instance = subscription.instance
@@ -90,6 +91,7 @@ class KafkaMember:
         counts = await self._topics.counts(wanted)
         if len(set(counts.values())) != 1:
             raise ValueError(f"topics of group {self._group} are not co-partitioned: {counts}")
+        self._count = next(iter(counts.values()))
         self._consumer = AIOKafkaConsumer(
             **client_settings(self._kafka_run.connection),
             group_id=self._group,
@@ -135,11 +137,22 @@ class KafkaMember:
                     self._fail(error)
                     raise
 
-    def assign(self, numbers: frozenset[int]) -> None:
+    def assign(self, places: Sequence[Place]) -> None:
         """Start reading these partitions as soon as `on_assigned` has returned."""
         if self.is_closed or self._consumer is None:
             return
         self._consumer.pause(*self._consumer.assignment())
+        numbers = frozenset(place.partition for place in places)
+        # Each topic is divided by its own count: with other counts two members may own a number.
+        is_equal = len(places) == len(numbers) * len(self._names)
+        if not is_equal or max(numbers, default=0) >= self._count:
+            self._fail(
+                PartitionCountError(
+                    f"group {self._group}: its topics had {self._count} partitions when this "
+                    "process joined, and somebody has added some to one of them"
+                )
+            )
+            return
         if self._instance and self._is_replaced(self._consumer._coordinator.member_id):
             self._fail(
                 FencedError(

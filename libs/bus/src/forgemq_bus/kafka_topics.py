@@ -2,11 +2,11 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka import errors as kafka_errors
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
+from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic, RecordsToDelete
 from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
 
 from forgemq_bus.errors import LogError, OutOfRangeError, UnknownPlaceError
@@ -29,6 +29,7 @@ from forgemq_bus.setting_faults import (
     setting_faults,
 )
 from forgemq_bus.stable_positions import UNSTABLE_OFFSET_COMMIT, StablePositionsRequest
+from forgemq_bus.topic_counts import check_counts
 
 RECORD_BYTES_MAX = 8 * 1024 * 1024  # Of a value, if the log has no blob store.
 MESSAGE_BYTES_MAX = RECORD_BYTES_MAX + 128 * 1024  # With keys, headers and framing.
@@ -54,18 +55,42 @@ class KafkaTopics:
         self._counts: dict[str, int] = {}
         self._opening = asyncio.Lock()
 
-    async def create(self, partitions: Mapping[str, int]) -> None:
-        """Create the topics that do not exist.
+    async def create(
+        self, partitions: Mapping[str, int], *, may_grow: Collection[str] = ()
+    ) -> None:
+        """Create the topics that do not exist, and the partitions that others lack.
+
+        Args:
+            partitions: How many each topic is to have.
+            may_grow: Topics that may exist with fewer.
 
         Raises:
-            ValueError: a topic exists with another number of partitions.
+            PartitionCountError: a topic exists with another number of partitions.
             LogError: the cluster refuses.
         """
         existing = await self._describe(partitions)
-        _check_counts(existing, partitions)
+        smaller = check_counts(existing, partitions, may_grow=may_grow)
         missing = {topic: partitions[topic] for topic in partitions if topic not in existing}
-        if not missing:
-            return
+        if missing:
+            await self._create(missing)
+        if smaller:
+            await self._grow(smaller)
+        if missing or smaller:
+            await self._until_known(missing | smaller, may_grow=smaller)
+
+    async def _until_known(
+        self, partitions: Mapping[str, int], *, may_grow: Collection[str]
+    ) -> None:
+        """Return when every broker knows these topics so; it answers before that."""
+        async with bound_and_translate(self._connection, "describe topics"):
+            while True:
+                known = await self._describe(partitions)
+                smaller = check_counts(known, partitions, may_grow=may_grow)
+                if not smaller and known.keys() == partitions.keys():
+                    return
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def _create(self, missing: Mapping[str, int]) -> None:
         admin = await self._admin_client()
         configuration = TOPIC_CONFIGURATION | await self._replication()
         new = [
@@ -81,12 +106,22 @@ class KafkaTopics:
                     raise LogError(
                         f"create topic {topic}: {kafka_errors.for_code(code).__name__} {message}"
                     )
-            # The answer comes before every broker knows the topics: wait until all do.
-            known: dict[str, int] = {}
-            while partitions.keys() - known.keys():
-                known = await self._describe(partitions)
-                await asyncio.sleep(RETRY_PAUSE_S if partitions.keys() - known.keys() else 0)
-        _check_counts(known, partitions)
+
+    async def _grow(self, smaller: Mapping[str, int]) -> None:
+        admin = await self._admin_client()
+        wanted = {topic: NewPartitions(count) for topic, count in smaller.items()}
+        async with bound_and_translate(self._connection, "add partitions"):
+            await retry(lambda: admin.create_partitions(wanted))
+        for topic in smaller:
+            self._counts.pop(topic, None)
+
+    async def check_counts(self, partitions: Mapping[str, int]) -> None:
+        """Check that these topics have so many partitions, as far as they exist.
+
+        Raises:
+            PartitionCountError: one has another number.
+        """
+        check_counts(await self._describe(partitions), partitions)
 
     async def _replication(self) -> dict[str, str]:
         """How many copies an acknowledged record has; {} if the cluster does not say its factor."""
@@ -108,7 +143,7 @@ class KafkaTopics:
         return setting_faults(brokers=brokers, topics=facts, message_bytes_min=MESSAGE_BYTES_MAX)
 
     async def check(self, places: Set[Place]) -> None:
-        """Check that these partitions exist; counts never change, so the broker is asked once.
+        """Check that these partitions exist; the broker is asked once for each topic.
 
         Raises:
             UnknownPlaceError: names the partition.
@@ -254,9 +289,3 @@ class KafkaTopics:
                 await connect(self._connection, client, consumer.start, *stops, doing="connect")
                 self._consumers[isolation] = consumer
             return self._consumers[isolation]
-
-
-def _check_counts(existing: Mapping[str, int], wanted: Mapping[str, int]) -> None:
-    for topic, count in wanted.items():
-        if existing.get(topic, count) != count:
-            raise ValueError(f"topic {topic} has {existing[topic]} partitions, not {count}")

@@ -5,7 +5,7 @@ here are those of `contracts.topics`; a `Log` belongs to one run and adds the ru
 An offset is always the offset of a record; a position is the offset of the next record to read.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
@@ -205,8 +205,22 @@ class LogReads(Protocol):
 class Log(LogReads, Protocol):
     """The log of one run."""
 
-    async def create_topics(self, partitions: Mapping[str, int]) -> None:
-        """Create the topics that do not exist; raises ValueError if a count differs."""
+    async def create_topics(
+        self, partitions: Mapping[str, int], *, may_grow: Collection[str] = ()
+    ) -> None:
+        """Create the topics that do not exist, and the partitions that those of `may_grow` lack.
+
+        Raises:
+            PartitionCountError: a topic exists with another number of partitions.
+        """
+        ...
+
+    async def check_counts(self, partitions: Mapping[str, int]) -> None:
+        """Check that these topics have so many partitions, as far as they exist.
+
+        Raises:
+            PartitionCountError: one has another number.
+        """
         ...
 
     async def member(

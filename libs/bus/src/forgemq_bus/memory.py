@@ -4,7 +4,7 @@ For unit tests and simulations. It is deterministic (time is a counter unless a 
 has many handles over one store, and a writer can leave a transaction open as a killed process does.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
 from forgemq_bus.blobs import BlobStore
@@ -153,10 +153,20 @@ class MemoryLog:
         other._groups = self._groups
         return other
 
-    async def create_topics(self, partitions: Mapping[str, int]) -> None:
-        """Create the topics that do not exist; ValueError if a count differs."""
+    async def create_topics(
+        self, partitions: Mapping[str, int], *, may_grow: Collection[str] = ()
+    ) -> None:
+        """Create the topics that do not exist; PartitionCountError if a count differs."""
         self._check_open()
         self._store.create(
+            {broker_topic(topic, run=self._run): count for topic, count in partitions.items()},
+            may_grow={broker_topic(topic, run=self._run) for topic in may_grow},
+        )
+
+    async def check_counts(self, partitions: Mapping[str, int]) -> None:
+        """Check that these topics have so many partitions, as far as they exist."""
+        self._check_open()
+        self._store.check_counts(
             {broker_topic(topic, run=self._run): count for topic, count in partitions.items()}
         )
 

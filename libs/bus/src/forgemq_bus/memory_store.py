@@ -13,6 +13,7 @@ from typing import Literal
 from forgemq_bus.errors import FencedError, OutOfRangeError, UnknownPlaceError
 from forgemq_bus.log import Emit, Isolation, Place, Record
 from forgemq_bus.names import broker_place
+from forgemq_bus.topic_counts import check_counts
 
 TransactionState = Literal["open", "committed", "aborted"]
 
@@ -63,15 +64,20 @@ class MemoryStore:
     def _count(self) -> int:
         return self._written
 
-    def create(self, partitions: Mapping[str, int]) -> None:
-        """Create the topics that do not exist; ValueError, and no topic, if a count differs."""
-        for topic, count in partitions.items():
-            existing = self.partition_count(topic)
-            if existing not in (0, count):
-                raise ValueError(f"topic {topic} has {existing} partitions, not {count}")
+    def create(self, partitions: Mapping[str, int], *, may_grow: Collection[str] = ()) -> None:
+        """Create what does not exist; PartitionCountError, and no topic, if a count differs."""
+        self.check_counts(partitions, may_grow=may_grow)
         for topic, count in partitions.items():
             for number in range(count):
                 self.partitions.setdefault(Place(topic, number), Partition())
+
+    def check_counts(
+        self, partitions: Mapping[str, int], *, may_grow: Collection[str] = ()
+    ) -> None:
+        """Check the numbers of those that exist; PartitionCountError if one differs."""
+        counts = {topic: self.partition_count(topic) for topic in partitions}
+        existing = {topic: count for topic, count in counts.items() if count}
+        check_counts(existing, partitions, may_grow=may_grow)
 
     def partition_count(self, topic: str) -> int:
         """Number of partitions; 0 if the topic does not exist."""

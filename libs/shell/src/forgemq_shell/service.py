@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from forgemq_bus.blobs import BlobStore
-from forgemq_bus.errors import AccessError
+from forgemq_bus.errors import AccessError, PartitionCountError
 from forgemq_bus.kafka import KafkaLog
 from forgemq_bus.log import Log
 from forgemq_contracts.run import RunConfiguration, StartedRun
@@ -21,6 +21,7 @@ from forgemq_settings.environment import SettingsError, parse
 from forgemq_shell.connection import kafka_connection, run_id
 from forgemq_shell.library_logs import library_logs
 from forgemq_shell.loop_watch import LoopWatch, keep_alive_file
+from forgemq_shell.partition_watch import check_partitions, watch_partitions
 from forgemq_shell.restore import NewerLogicError
 from forgemq_shell.started_run import started_run
 from forgemq_telemetry.causes import causes
@@ -36,7 +37,7 @@ EXIT_REFUSED = 2
 _LOOK_S_MAX = 10.0
 """Three tries of a connection, also on a busy machine."""
 
-_REFUSED = (SettingsError, AccessError, NewerLogicError)
+_REFUSED = (SettingsError, AccessError, NewerLogicError, PartitionCountError)
 
 
 class ServiceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,6 +56,10 @@ class ServiceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         float,
         Meta(gt=0, description="A loop that does not turn for longer stops the touches."),
     ] = 300.0
+    partitions_checked_every_s: Annotated[
+        float,
+        Meta(gt=0, le=3600, description="How often topics are asked for partitions they gained."),
+    ] = 30.0
     instance: Annotated[
         str,
         Meta(
@@ -109,7 +114,7 @@ def run_service(
     Without a `loop_factory` it runs on asyncio's own event loop.
 
     0: ended or stopped. 1: failed, with one line and a traceback on stderr. 2: its settings were
-    refused, also by the broker, with one line.
+    refused, also by the broker, or the run's topics have other partitions, with one line.
     """
     telemetry = Telemetry(service=name)
     try:
@@ -207,7 +212,13 @@ async def _run_main(
     telemetry.event("started", run=configuration.run)
     try:
         await _report_weak_settings(log, telemetry)
-        await main(context)
+        await check_partitions(log, configuration)
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(
+                watch_partitions(log, configuration, every_s=settings.partitions_checked_every_s)
+            )
+            await main(context)
+            watching.cancel()
     finally:
         await log.close()
     telemetry.event("ended", run=configuration.run)

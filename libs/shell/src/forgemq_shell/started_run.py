@@ -59,7 +59,7 @@ async def started_run(
     missing = _Missing(say, next_s=clock_s() + SAY_AFTER_S)
     while clock_s() < deadline_s:
         try:
-            found, failure = await _read_newest(log, run), None
+            found, failure = await newest_start(log, run), None
         except AccessError:
             raise  # Waiting cannot correct a setting.
         except LogError as error:
@@ -100,7 +100,7 @@ class _Missing:
         )
 
 
-async def _read_newest(log: Log, run: str) -> StartedRun | None:
+async def newest_start(log: Log, run: str) -> StartedRun | None:
     """Read the newest StartedRun of the run that is on the log; None if it is not there yet."""
     first = (await log.first_positions([_PLACE]))[_PLACE]
     end = (await log.end_positions([_PLACE]))[_PLACE]

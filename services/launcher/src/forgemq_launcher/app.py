@@ -4,6 +4,7 @@ from rich.console import Console
 
 from forgemq_audit import group_index, guarantees
 from forgemq_bus.log import Log
+from forgemq_bus.partitions import partition_counts
 from forgemq_contracts.players import shortage
 from forgemq_contracts.run import EndedRun, StartedRun
 from forgemq_contracts.topics import ENDED_RUNS, REQUESTED_LANES, STARTED_RUNS, Topic
@@ -20,7 +21,7 @@ from forgemq_launcher.records.evaluation import evaluation_of, evaluation_values
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.records.run_audit import audit_run, result_values
 from forgemq_launcher.records.run_log import open_run_log
-from forgemq_launcher.records.run_topics import create_topics, write_end, write_start
+from forgemq_launcher.records.run_topics import write_end, write_start
 from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.upkeep.run_processes import RunProcesses
 from forgemq_launcher.upkeep.stop_signal import StopSignal
@@ -85,8 +86,8 @@ class RunningRun:
             ConfigurationError: a resume changes what must stay.
         """
         configuration = self._setup.configuration
-        self._screen.say(f"the run has {await create_topics(log, configuration)} topics")
         started = await next_start(log, configuration, blobs=self._setup.blobs, now_ms=now_ms())
+        self._screen.say(f"the run has {len(partition_counts(configuration))} topics")
         for change in started.changes:
             self._screen.say(f"changed by this resume: {change}")
         if short := shortage(configuration):

@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 
 from forgemq_bus.broker import BrokerError
-from forgemq_bus.errors import AccessError, LogError
+from forgemq_bus.errors import AccessError, LogError, PartitionCountError
 from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher import exit_status
 from forgemq_launcher.arguments import options_of
@@ -62,7 +62,7 @@ def run_tool(arguments: Sequence[str], *, environ: Mapping[str, str], console: C
     except (ConfigurationError, RunFolderError, SettingsError) as error:
         _print_plain(console, f"forgemq: {error}")
         return exit_status.REFUSED
-    except AccessError as error:
+    except (AccessError, PartitionCountError) as error:
         _print_plain(console, f"forgemq: broker: {error}")
         return exit_status.REFUSED
     except (LogError, BrokerError, RunNotStartedError) as error:

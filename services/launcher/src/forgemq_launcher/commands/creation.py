@@ -5,12 +5,14 @@ from pathlib import Path
 
 import msgspec
 
-from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.kafka import KafkaLog
 from forgemq_bus.kept_records import message_of, read_all
 from forgemq_bus.log import Place
 from forgemq_contracts.run import RunConfiguration, StartedRun
 from forgemq_contracts.topics import STARTED_RUNS
-from forgemq_launcher.records.run_topics import create_topics, write_start
+from forgemq_launcher.records.announcement import next_start
+from forgemq_launcher.records.run_log import open_run_log
+from forgemq_launcher.records.run_topics import write_start
 from forgemq_launcher.upkeep.services import SERVICES
 from forgemq_settings.environment import SettingsError, parse
 from forgemq_shell.broker_wait import wait_for_broker
@@ -86,15 +88,15 @@ async def create_run(
 
     Raises:
         SettingsError: FORGEMQ_KAFKA is not set.
+        ConfigurationError: a field differs from the run's newest start and must stay.
+        PartitionCountError: a topic has another number of partitions.
     """
     connection = kafka_connection(environ)
-    await _create_topics(connection, configuration)
+    async with open_run_log(connection, configuration, blobs=blobs) as log:
+        started = await next_start(log, configuration, blobs=blobs, now_ms=now_ms())
     announced = (await _announced(environ)).get(configuration.run)
     if announced and (announced.configuration, announced.blobs) == (configuration, blobs):
         return announced
-    started = StartedRun(
-        run=configuration.run, configuration=configuration, blobs=blobs, started_ms=now_ms()
-    )
     await write_start(connection, started)
     return started
 
@@ -111,14 +113,6 @@ def blobs_address(environ: Mapping[str, str]) -> str:
     if not blobs:
         raise SettingsError("FORGEMQ_BLOBS: must be set: where all services reach the blob store")
     return blobs if "://" in blobs else str(Path(blobs).absolute())
-
-
-async def _create_topics(connection: KafkaConnection, configuration: RunConfiguration) -> None:
-    log = KafkaLog(connection, run=configuration.run)
-    try:
-        await create_topics(log, configuration)
-    finally:
-        await log.close()
 
 
 def next_commands(started: StartedRun, *, kafka: str) -> str:

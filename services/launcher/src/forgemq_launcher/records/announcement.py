@@ -8,24 +8,26 @@ from forgemq_contracts.run_changes import FieldChange, changes, check_changes
 from forgemq_contracts.steps import ScheduledStep
 from forgemq_contracts.topics import SCHEDULED_STEPS, STARTED_RUNS
 from forgemq_launcher.core.configuration import ConfigurationError
-from forgemq_launcher.records.run_topics import last_trained_step
+from forgemq_launcher.records.run_topics import create_topics, last_trained_step
 
 
 async def next_start(
     log: Log, configuration: RunConfiguration, *, blobs: str, now_ms: int
 ) -> StartedRun:
-    """The record that announces this start; not written yet.
+    """Create what is missing of the run's topics; the record of this start, not written yet.
 
     Args:
-        log: Of the run; its topics are there, and its services are down.
+        log: Of the run; without a launcher its services may be up.
         configuration: Of this start.
         blobs: Address of the blob store.
         now_ms: When the run starts.
 
     Raises:
         ConfigurationError: a field differs from the start before and must stay.
+        PartitionCountError: a topic has another number of partitions.
     """
     found: tuple[FieldChange, ...] = ()
+    await log.create_topics({STARTED_RUNS.name: 1})
     previous = await _newest_start(log, configuration.run)
     if previous is not None:
         try:
@@ -33,6 +35,7 @@ async def next_start(
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
         found = changes(previous.configuration, configuration)
+    await create_topics(log, configuration)
     if any(change.name == "trainer.steps" for change in found):
         await _check_steps(log, configuration)
     return StartedRun(

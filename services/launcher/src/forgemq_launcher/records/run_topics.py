@@ -8,16 +8,23 @@ from forgemq_bus.partitions import partition_counts, partitions_of
 from forgemq_contracts.messages import Output
 from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun
 from forgemq_contracts.steps import TrainedStep
-from forgemq_contracts.topics import ENDED_RUNS, STARTED_RUNS, TRAINED_STEPS
+from forgemq_contracts.topics import ENDED_RUNS, OF_RUN, STARTED_RUNS, TRAINED_STEPS
 from forgemq_shell.records import emit_of
 
 NO_STEP = -1
 
 
 async def create_topics(log: Log, configuration: RunConfiguration) -> int:
-    """Create every topic of the run and its dead-letter topic; returns how many there are."""
+    """Create every topic of the run and its dead-letter topic; returns how many there are.
+
+    Topics of lanes get the partitions that they lack.
+
+    Raises:
+        PartitionCountError: a topic exists with another number of partitions.
+    """
     counts = partition_counts(configuration)
-    await log.create_topics(counts)
+    of_lanes = {topic.name for topic in OF_RUN if topic.partitioned_by == "lane"}
+    await log.create_topics(counts, may_grow=of_lanes)
     return len(counts)
 
 
