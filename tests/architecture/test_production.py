@@ -19,6 +19,7 @@ from forgemq_reward.grading_loop import INPUTS
 from forgemq_reward.grading_positions import GROUP
 from forgemq_scheduler.app import DEAD_LETTERS
 from forgemq_shell.transform_settings import TransformSettings
+from forgemq_telemetry.catalogue import GAUGES
 from tests.architecture.rendered import ROOT, SERVICES, config_map, manifests, pods
 from tests.architecture.test_overlays import asked
 
@@ -142,9 +143,14 @@ def test_a_pod_logs_in_as_its_own_user_by_reference(service: str):
     assert not objects("Secret"), "no secret is in the overlay"
 
 
+def triggers(kind: str) -> dict[str, dict[str, str]]:
+    """Metadata of the triggers of this kind, by what they scale."""
+    every = {name: each["spec"]["triggers"][0] for name, each in objects("ScaledObject").items()}
+    return {name: each["metadata"] for name, each in every.items() if each["type"] == kind}
+
+
 def test_what_scales_by_lag_names_the_groups_and_topics_that_the_code_commits():
-    scaled = objects("ScaledObject")
-    found = {name: each["spec"]["triggers"][0]["metadata"] for name, each in scaled.items()}
+    found = triggers("kafka")
     merger = importlib.import_module("forgemq_merger.app").transform_of(made(), {})
     plan = merger.plan(0, configuration=made(), settings=TransformSettings())
     assert found["merger"]["consumerGroup"] == on_broker(plan.positions_group)
@@ -153,14 +159,38 @@ def test_what_scales_by_lag_names_the_groups_and_topics_that_the_code_commits():
     assert found["reward"]["consumerGroup"] == on_broker(GROUP)
     assert found["reward"]["topic"] == on_broker(topics.FINISHED_EPISODES.name)
     assert topics.FINISHED_EPISODES in INPUTS
-    for name, each in scaled.items():
-        assert each["spec"]["scaleTargetRef"]["name"] == name
-        assert each["spec"]["maxReplicaCount"] == made().log.group_partitions
-        assert "replicas" not in objects("Deployment")[name]["spec"], "KEDA decides"
-        metadata = found[name]
+    for name, metadata in found.items():
+        scaled = objects("ScaledObject")[name]["spec"]
+        assert scaled["maxReplicaCount"] == made().log.group_partitions
+        # What always stays behind, one marker in each partition, must ask for no second pod.
+        assert int(metadata["lagThreshold"]) >= made().log.group_partitions
+        assert metadata["offsetResetPolicy"] == "earliest", "where services begin"
         assert metadata["bootstrapServers"].startswith("forgemq-kafka-bootstrap.forgemq.svc:")
         for kind, what in (("group", "consumerGroup"), ("topic", "topic")):
             assert may("lag", "Describe", kind, metadata[what])
+
+
+def test_agents_scale_by_their_open_episodes_to_as_many_as_play_all_that_queues_admit():
+    metadata, scaled = triggers("prometheus")["agents"], objects("ScaledObject")["agents"]["spec"]
+    (namespace,) = {m["metadata"]["namespace"] for m in manifests(OVERLAY) if m["kind"] == "Role"}
+    metric, label = "gateway.episodes_open", f'{{run="{namespace}"}}'
+    assert metric in GAUGES
+    assert metadata["query"] == f"sum(forgemq_{metric.replace('.', '_')}{label})"
+    played = made().episodes.concurrent_max
+    assert float(metadata["threshold"]) == played
+    assert scaled["maxReplicaCount"] * played >= sum(q.slots * q.group_size for q in made().queues)
+    assert metadata["ignoreNullValues"] == "false", "without Prometheus there is nothing to go by"
+    (policy,) = scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"][
+        "policies"
+    ]
+    assert (policy["type"], policy["value"]) == ("Pods", 1)
+
+
+def test_keda_alone_decides_how_many_pods_there_are_of_what_it_scales():
+    assert objects("ScaledObject").keys() == {"agents", "merger", "reward"}
+    for name, each in objects("ScaledObject").items():
+        assert each["spec"]["scaleTargetRef"]["name"] == name
+        assert "replicas" not in objects("Deployment")[name]["spec"]
 
 
 def matches(selector: dict, labels: dict[str, str]) -> bool:
