@@ -11,9 +11,11 @@ import pytest
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.ownership import OwnedRun, PartitionOwner, ReportedGateway
+from forgemq_contracts.partitions import group_partition
 from forgemq_gateway.access import Access
 from forgemq_gateway.app import new_context
 from forgemq_gateway.context import GatewayContext
+from forgemq_gateway.core.admission import Limits
 from forgemq_gateway.core.errors import MovedError, RefusedError
 from forgemq_gateway.core.forwards import Forwards
 from forgemq_gateway.core.keys import AdminKeys
@@ -107,14 +109,20 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene_of(model: Path, *, requests_max: int = 100) -> AsyncIterator[Scene]:
+async def scene_of(
+    model: Path, *, requests_max: int = 100, waiting_max: int = 0
+) -> AsyncIterator[Scene]:
     owner, configuration = Owner(), configuration_of(model)
+    limits = Limits(
+        requests_max=requests_max,
+        waiting_max=waiting_max,
+        key_requests_max=100,
+        key_rate_per_s_max=100.0,
+    )
     log = MemoryLog(run="r", clock_ms=wall_ms)
     await log.create_topics(partitions_of(configuration))
-    server = await asyncio.start_server(owner.serve, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     lines = io.StringIO()
-    async with server, asyncio.TaskGroup() as tasks, Forwarder() as forwarder:
+    async with serving(owner) as url, asyncio.TaskGroup() as tasks, Forwarder() as forwarder:
         context = await new_context(
             log,
             configuration=configuration,
@@ -130,7 +138,7 @@ async def scene_of(model: Path, *, requests_max: int = 100) -> AsyncIterator[Sce
             forwarder,
             whereabouts=Whereabouts(context=context),
             access=access,
-            forwards=Forwards(requests_max=requests_max),
+            forwards=Forwards(limits),
             context=context,
         )
         scene = Scene(passing, owner, context)
@@ -139,9 +147,20 @@ async def scene_of(model: Path, *, requests_max: int = 100) -> AsyncIterator[Sce
     await log.close()
 
 
+@asynccontextmanager
+async def serving(owner: Owner) -> AsyncIterator[str]:
+    """Address of another gateway."""
+    async with await asyncio.start_server(owner.serve, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def report_of(gateway: str, url: str) -> ReportedGateway:
+    return ReportedGateway(run="r", gateway=gateway, url=url, started_ms=1, reported_ms=1)
+
+
 def own_all(context: GatewayContext, url: str) -> None:
     """Let the gateway at this address own all partitions."""
-    there = ReportedGateway(run="r", gateway="o", url=url, started_ms=1, reported_ms=1)
+    there = report_of("o", url)
     everything = tuple(range(GROUP_PARTITIONS))
     owner = PartitionOwner(gateway="o", url=url, partitions=everything)
     context.gateways.hear(there, heard_s=0.0)
@@ -203,6 +222,48 @@ async def test_keys_that_only_the_owner_can_check_take_no_place_from_those_of_ag
         await scene.ask(key="g.0.0.made-up")
     assert [(e.value.status, e.value.retry_after_s) for e in (unproven, proven)] == [(429, 1)] * 2
     assert len(scene.owner.heads) == 12
+
+
+async def test_each_owner_is_sent_as_many_requests_as_agents_may_have_there(model: Path) -> None:
+    """One is served and one waits at each, through a gateway to which all clients are connected."""
+    of_partition = {
+        group_partition(f"g{n}", partitions=GROUP_PARTITIONS): f"g{n}" for n in range(99)
+    }
+    keys = [KEYS.key_of(f"{of_partition[number]}.0.0") for number in (0, 1)]
+    other = Owner()
+    async with (
+        asyncio.timeout(5),
+        scene_of(model, requests_max=1, waiting_max=1) as scene,
+        serving(other) as url,
+    ):
+        scene.context.gateways.hear(report_of("p", url), heard_s=0.0)
+        (first,) = scene.context.gateways.peers()[:1]
+        scene.context.gateways.take_owners(
+            OwnedRun(
+                run="r",
+                owner=CHANGE + 1,
+                owned_ms=1,
+                owners=(
+                    PartitionOwner(gateway="o", url=first.url, partitions=(0,)),
+                    PartitionOwner(gateway="p", url=url, partitions=(1, 2)),
+                ),
+            )
+        )
+        for owner in (scene.owner, other):
+            owner.may_answer.clear()
+        asking = [asyncio.ensure_future(scene.ask(key=key)) for key in keys * 2]
+        for owner in (scene.owner, other):
+            await owner.has_been_asked(2)
+        for key in keys:
+            with pytest.raises(RefusedError) as refused:
+                await scene.ask(key=key)
+            assert refused.value.status == 429
+        for owner in (scene.owner, other):
+            owner.may_answer.set()
+        await asyncio.gather(*asking)
+        for key in keys:
+            await scene.ask(key=key)
+    assert (len(scene.owner.heads), len(other.heads)) == (3, 3)
 
 
 async def test_a_client_reads_no_address_of_an_owner_that_breaks_off(model: Path) -> None:

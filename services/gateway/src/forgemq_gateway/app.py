@@ -263,9 +263,7 @@ class GatewayServer:
                 forwarder,
                 whereabouts=Whereabouts(context=context),
                 access=access,
-                forwards=Forwards(
-                    requests_max=limits_of(settings, context.configuration).requests_max
-                ),
+                forwards=Forwards(limits_of(settings, context.configuration)),
                 context=context,
             ),
             ready=self._ready,

@@ -122,7 +122,7 @@ class Passing:
                 raise self._mistaken(owner)
             self._telemetry.count("gateway.forwarded")
             try:
-                with self._place(request):
+                with self._place(request, owner):
                     await self._forward(request, owner, begun=begun)
             except OwnerGoneError:
                 self._whereabouts.note_gone(owner)
@@ -139,11 +139,12 @@ class Passing:
             status=503,
         )
 
-    def _place(self, request: "_Request") -> AbstractContextManager[None]:
+    def _place(self, request: "_Request", owner: PartitionOwner) -> AbstractContextManager[None]:
         """Within it a request that is sent on is counted, unless it has the admin key."""
         if request.key is None:
             return nullcontext()
-        return self._forwards.place(is_proven=self._access.is_proven_key(request.key))
+        is_proven = self._access.is_proven_key(request.key)
+        return self._forwards.place(owner.gateway, is_proven=is_proven)
 
     async def _forward(
         self, request: "_Request", owner: PartitionOwner, *, begun: MovedError | None
