@@ -26,6 +26,7 @@ from forgemq_contracts.admin import (
     GroupStatus,
     Lease,
     Recorded,
+    Released,
     ResultsQuery,
     RewardRequest,
     RunStatus,
@@ -64,6 +65,7 @@ class Attempt:
     number: int
     lease_until_s: float
     state: str = "open"
+    is_released: bool = False
     rewards: dict[str, RewardRequest] = field(default_factory=dict)
     completions: set[str] = field(default_factory=set)
 
@@ -184,7 +186,9 @@ class MemoryGateway:
                     self._lapse(group, index)
 
     def renew(self, attempt: Attempt) -> None:
-        """Begin another lease."""
+        """Begin another lease, unless the agent gave the episode back."""
+        if attempt.is_released:
+            return
         attempt.state = "open"
         attempt.lease_until_s = asyncio.get_running_loop().time() + self.lease_s
 
@@ -250,6 +254,13 @@ class MemoryGateway:
         self.renew(self.open_attempt(episode_id))
         self.heartbeats.append(episode_id)
         return Lease(lease_s=self.lease_s)
+
+    async def release_episode(self, episode_id: str) -> Released:
+        attempt = self.open_attempt(episode_id)
+        if not attempt.is_released:
+            attempt.is_released = True
+            self.lapse(episode_id)
+        return Released()
 
     async def report_reward(self, episode_id: str, asked: RewardRequest) -> Recorded:
         _, attempt = self._known(episode_id)

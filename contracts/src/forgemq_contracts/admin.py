@@ -222,6 +222,10 @@ class Lease(Struct, frozen=True, kw_only=True):
     lease_s: Annotated[float, Meta(gt=0, description="Its length from this answer on.")]
 
 
+class Released(Struct, frozen=True):
+    """The lease is over. If that gets lost, it lapses when it would have."""
+
+
 class RewardRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Body of POST /v1/episodes/{episode_id}/rewards."""
 

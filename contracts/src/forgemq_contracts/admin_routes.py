@@ -18,6 +18,7 @@ from forgemq_contracts.admin import (
     GroupStatus,
     Lease,
     Recorded,
+    Released,
     ResultsQuery,
     RewardRequest,
     RunStatus,
@@ -107,6 +108,14 @@ RENEW_LEASE = Route(
     answer=Lease,
     refusals=_EPISODE_REFUSALS,
 )
+RELEASE_EPISODE = Route(
+    name="release_episode",
+    method="POST",
+    path="/v1/episodes/{episode_id}/release",
+    summary="Give the episode back: another agent may have its next attempt at once.",
+    answer=Released,
+    refusals=_EPISODE_REFUSALS,
+)
 REPORT_REWARD = Route(
     name="report_reward",
     method="POST",
@@ -156,6 +165,7 @@ ALL = (
     READ_GROUP,
     CLAIM_EPISODE,
     RENEW_LEASE,
+    RELEASE_EPISODE,
     REPORT_REWARD,
     FINISH_EPISODE,
     ABORT_EPISODE,

@@ -143,6 +143,22 @@ async def test_a_lapsed_lease_opens_the_next_attempt_and_the_last_one_fails(hast
     assert (status.open, status.finished) == (0, 1)
 
 
+async def test_an_episode_that_is_given_back_is_free_at_once_and_stays_so(caller: Caller):
+    """Its lease would last for longer than the test."""
+    group_id = await caller.admitted_group(group_size=1)
+    first = await caller.claim(group_id)
+    given = await caller.call(admin_routes.RELEASE_EPISODE, first.episode_id)
+    late = await caller.call(admin_routes.RENEW_LEASE, first.episode_id)
+    second = await caller.claim(group_id)
+    again = await caller.call(admin_routes.RELEASE_EPISODE, first.episode_id)
+    await caller.call(admin_routes.FINISH_EPISODE, second.episode_id)
+    ended = await caller.call(admin_routes.RELEASE_EPISODE, second.episode_id)
+    assert (given.status_code, given.json()) == (200, {})
+    assert late.status_code in (200, 409)
+    assert (second.index, second.attempt) == (0, 1)
+    assert (again.status_code, ended.status_code) == (409, 409)
+
+
 @pytest.mark.wall_clock
 async def test_heartbeats_keep_the_episode(hasty: Caller):
     group_id = await hasty.admitted_group(group_size=1)

@@ -24,6 +24,7 @@ CALLS = [
     (admin_routes.READ_GROUP, (MISSING,), None),
     (admin_routes.CLAIM_EPISODE, (MISSING,), None),
     (admin_routes.RENEW_LEASE, (EPISODE,), None),
+    (admin_routes.RELEASE_EPISODE, (EPISODE,), None),
     (admin_routes.REPORT_REWARD, (EPISODE,), {"reward_id": "r", "name": "n", "value": 1}),
     (admin_routes.FINISH_EPISODE, (EPISODE,), None),
     (admin_routes.ABORT_EPISODE, (EPISODE,), None),
@@ -319,9 +320,10 @@ async def test_a_retired_group_is_over_for_claims_and_episodes(caller: Caller):
         (await caller.call(route, claim.episode_id, body=body)).status_code
         for route, body in (
             (admin_routes.RENEW_LEASE, None),
+            (admin_routes.RELEASE_EPISODE, None),
             (admin_routes.REPORT_REWARD, {"reward_id": "r", "name": "n", "value": 1}),
             (admin_routes.FINISH_EPISODE, None),
             (admin_routes.ABORT_EPISODE, None),
         )
     ]
-    assert statuses == [410] * 4
+    assert statuses == [410] * 5

@@ -286,6 +286,28 @@ async def test_a_killed_process_is_continued_without_a_second_group_for_a_task(m
     assert attempts(gateway.groups["g-count-3"]) == {0: 1, 1: 1}
 
 
+async def test_a_process_that_is_stopped_gives_back_what_it_plays(memory_gateway):
+    """Another one has it at once; the leases would last for longer than the test."""
+    gateway = await memory_gateway(groups_to_train=1, slots=1, group_size=3)
+    gateway.lease_s = 600.0
+    begun = asyncio.Semaphore(0)
+
+    async def endless(episode) -> None:
+        begun.release()
+        await asyncio.Event().wait()
+
+    first = asyncio.ensure_future(play(gateway, endless, evaluation=Evaluation()))
+    for _ in range(3):
+        await begun.acquire()
+    first.cancel()
+    with suppress(asyncio.CancelledError):
+        await first
+    await play(gateway, well, evaluation=Evaluation())
+    assert gateway.requests.count("release_episode") == 3
+    assert attempts(gateway.groups["g-count-0"]) == {0: 1, 1: 1, 2: 1}
+    assert all(isinstance(e, FinishRequest) for e in gateway.groups["g-count-0"].ended.values())
+
+
 async def test_two_processes_share_one_run(memory_gateway):
     gateway = await memory_gateway(groups_to_train=6, slots=3, group_size=4)
     players: dict[str, set[str]] = {"one": set(), "two": set()}

@@ -83,7 +83,7 @@ class World:
     def step(self) -> None:
         """One change, and a while."""
         changes = (self.open, self.play, self.play, self.renew, self.end, self.serve, self.retire)
-        self.chance.choice(changes)()
+        self.chance.choice((*changes, self.release))()
         self.now_s += self.chance.random() * 2
 
     def open(self) -> None:
@@ -112,6 +112,10 @@ class World:
     def renew(self) -> None:
         if episode := self.any_episode():
             episode.renew(self.now_s)
+
+    def release(self) -> None:
+        if (episode := self.any_episode()) and self.chance.random() < 0.2:
+            self.registry.release(episode, now_s=self.now_s)
 
     def serve(self) -> None:
         """A client comes, or the last one leaves."""
@@ -179,6 +183,20 @@ def test_tools_count_once_for_each_set_that_an_episode_has_had() -> None:
     for digest in ("a", "b", "a"):
         episode.note_tools(digest, ({"type": "function"},), 1000)
     assert registry.size_bytes() - before == 2 * 5000
+
+
+def test_an_episode_that_is_given_back_lapses_when_the_last_connection_of_its_agent_ends() -> None:
+    registry = Registry()
+    registry.apply_admitted_group(admitted(0))
+    episode = registry.apply_opened_episode(opened(0, 0, attempt=0), lease_until_s=LEASE_S)
+    assert episode is not None
+    episode.clients = 1
+    registry.release(episode, now_s=1.0)
+    assert registry.lapsed(1.0) == []
+    episode.clients = 0
+    episode.renew(2.0)
+    registry.renew_leases(2.0)
+    assert registry.lapsed(2.0) == [episode]
 
 
 def test_an_episode_whose_lease_runs_is_not_looked_at() -> None:

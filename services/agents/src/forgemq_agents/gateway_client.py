@@ -82,6 +82,10 @@ class GatewayClient:
         """Keep the episode for another lease."""
         await self._send(admin_routes.RENEW_LEASE, {"episode_id": episode_id})
 
+    async def release(self, episode_id: str) -> None:
+        """Give the episode back, so that another process may play its next attempt at once."""
+        await self._send(admin_routes.RELEASE_EPISODE, {"episode_id": episode_id})
+
     async def report_reward(self, episode_id: str, reward: RewardRequest) -> None:
         """Add a reward to the episode or to one completion of it; idempotent by its id."""
         await self._send(admin_routes.REPORT_REWARD, {"episode_id": episode_id}, body=reward)

@@ -21,6 +21,7 @@ from forgemq_contracts.admin import (
     GroupStatus,
     Lease,
     Recorded,
+    Released,
     ResultsQuery,
     RewardRequest,
     RunStatus,
@@ -152,6 +153,11 @@ def _add_episodes(app: FastAPI, operations: Operations) -> None:
     @_serve(app, admin_routes.RENEW_LEASE)
     async def renew_lease(episode_id: str) -> Lease:
         return operations.renew_lease(episode_id)
+
+    @_serve(app, admin_routes.RELEASE_EPISODE)
+    async def release_episode(episode_id: str) -> Released:
+        operations.openings.release(episode_id)
+        return Released()
 
     @_serve(app, admin_routes.REPORT_REWARD)
     async def report_reward(

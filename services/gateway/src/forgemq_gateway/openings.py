@@ -1,4 +1,7 @@
-"""Opens episodes: writes the record that lets somebody play an attempt, and then applies it."""
+"""Opens episodes: writes the record that lets somebody play an attempt, and then applies it.
+
+An agent that will not go on gives its episode back.
+"""
 
 from msgspec import Struct
 
@@ -13,6 +16,7 @@ from forgemq_contracts.partitions import episode_id
 from forgemq_gateway.access import Access
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.episodes import HeldEpisode
+from forgemq_gateway.core.errors import conflict
 from forgemq_gateway.core.group import Group
 from forgemq_gateway.core.keys import AdminKeys, key_sha256
 from forgemq_gateway.core.sampling import pinned_sampling
@@ -66,6 +70,17 @@ class Openings:
             self._registry.apply_opened_episode(record, lease_until_s=now_s + record.lease_s)
         self._telemetry.count("gateway.episodes_opened")
         return record, key
+
+    def release(self, episode_id: str) -> None:
+        """Let the lease of an episode lapse at the next tick, as its agent asks.
+
+        Raises:
+            RefusedError: 409, it has ended, or as `Access.known_episode`.
+        """
+        episode = self._access.known_episode(episode_id)
+        if episode.state == "ended":
+            raise conflict(f"episode {episode_id} has ended")
+        self._registry.release(episode, now_s=self._clock.now_s())
 
     def unopened(self, group: Group, index: int) -> HeldEpisode:
         """An episode that nobody has opened, to be ended."""

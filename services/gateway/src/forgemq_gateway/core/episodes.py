@@ -100,6 +100,7 @@ class HeldEpisode:
         clients: Connections that wait for an answer.
         continued: Completions that another one extends.
         is_context_full: Whether the newest completion was refused because its context is full.
+        is_released: Whether its agent has given it back.
         given: The final record, if the log may have it although its write failed. No other one
             ends the episode, and nothing that is not in it is taken.
     """
@@ -116,6 +117,7 @@ class HeldEpisode:
         self.episode_id = opened.episode_id
         self.first_prompts = first_prompts or FirstPrompts()
         self.lease_until_s = lease_until_s
+        self.is_released = False
         self.state: EpisodeState = "open"
         self.history = History(held)
         self.turns: dict[str, OpenTurn] = {}
@@ -146,8 +148,15 @@ class HeldEpisode:
         """Whether it has a completion that no client is known to have had."""
         return not self.history.completions.keys() <= self.delivered
 
+    def release(self, now_s: float) -> None:
+        """Let the lease end now for good, because its agent will not go on."""
+        self.is_released = True
+        self.lease_until_s = min(self.lease_until_s, now_s)
+
     def renew(self, now_s: float) -> None:
         """Let the lease run from now, because the agent was heard of."""
+        if self.is_released:  # Connections of the agent may end later than it said so.
+            return
         self.lease_until_s = now_s + self.opened.lease_s
         if self.state == "lapsed":
             self.state = "open"

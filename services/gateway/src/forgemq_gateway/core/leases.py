@@ -27,6 +27,12 @@ class Leases:
         """Add an episode, once."""
         heapq.heappush(self._looks, (episode.lease_until_s, episode.episode_id))
 
+    def advance(self, episode: HeldEpisode) -> None:
+        """Look at an episode when its lease ends now: that is earlier than it was to be."""
+        self._looks = [look for look in self._looks if look[1] != episode.episode_id]
+        heapq.heapify(self._looks)
+        self.add(episode)
+
     def lapsed(self, now_s: float) -> list[HeldEpisode]:
         """The open episodes whose lease has lapsed; named again until they are open no more."""
         due = []
@@ -41,7 +47,7 @@ class Leases:
 
 def _next_look_s(episode: HeldEpisode, now_s: float) -> float:
     """Before this time the episode cannot lapse, or lapse again."""
-    if episode.clients or episode.state == "lapsed":
+    if episode.state == "lapsed" or (episode.clients and not episode.is_released):
         # The last client that leaves, or the agent that comes back, renews the lease.
         return max(episode.lease_until_s, now_s + episode.opened.lease_s)
     return max(episode.lease_until_s, now_s)

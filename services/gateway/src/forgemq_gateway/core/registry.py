@@ -282,6 +282,11 @@ class Registry:
         """Open episodes whose lease has lapsed."""
         return self._leases.lapsed(now_s)
 
+    def release(self, episode: HeldEpisode, *, now_s: float) -> None:
+        """Let the lease of an episode lapse now."""
+        episode.release(now_s)
+        self._leases.advance(episode)
+
     def renew_leases(self, now_s: float) -> None:
         """Let every lease that has not lapsed run from now, because no agent could be heard."""
         for episode in [each for _, each in self.episodes() if each.state == "open"]:
