@@ -3,7 +3,12 @@
 import msgspec
 import pytest
 
-from forgemq_reward.core.pending import PendingEpisodes, PendingPositions
+from forgemq_reward.core.pending import (
+    PendingEpisode,
+    PendingEpisodes,
+    PendingPositions,
+    take_oldest,
+)
 from tests.unit.reward.records import completion_id, finished_completion, finished_episode
 
 TOOLS = b'[{"type":"function","function":{"name":"price"}}]'
@@ -13,22 +18,46 @@ def positions(episodes: int | None, completions: int | None, grades: int | None)
     return PendingPositions(episodes=episodes, completions=completions, grades=grades)
 
 
+def take_ready(pending: PendingEpisodes) -> PendingEpisode | None:
+    taken = take_oldest({0: pending})
+    return None if taken is None else taken[1]
+
+
+def test_the_episode_that_ended_first_is_next_whichever_partition_it_is_in():
+    """Two partitions that always have another episode: neither waits for the other."""
+    partitions = {number: PendingEpisodes() for number in (0, 1)}
+    for index in range(6):
+        partitions[index % 2].on_episode(
+            finished_episode(index, turns=0), offset=index // 2, finished_ms=10 + index
+        )
+    taken = [take_oldest(partitions) for _ in range(7)]
+    assert taken.pop() is None
+    assert [(number, ready.episode.index) for number, ready in taken] == [
+        (0, 0),
+        (1, 1),
+        (0, 2),
+        (1, 3),
+        (0, 4),
+        (1, 5),
+    ]
+
+
 def test_an_episode_is_ready_when_its_last_completion_was_read():
     pending = PendingEpisodes()
     pending.on_episode(finished_episode(0, offsets=[4, 6]), offset=0)
     pending.on_completion(finished_completion(0, 0), offset=4)
-    assert pending.take_ready() is None
+    assert take_ready(pending) is None
     pending.on_completion(finished_completion(0, 1), offset=6)
-    ready = pending.take_ready()
+    ready = take_ready(pending)
     assert ready is not None
     assert [held.offset for held in pending.completions_of(ready.episode)] == [4, 6]
-    assert pending.take_ready() is None, "it is taken once"
+    assert take_ready(pending) is None, "it is taken once"
 
 
 def test_an_episode_without_completions_is_ready_at_once():
     pending = PendingEpisodes()
     pending.on_episode(finished_episode(0, turns=0), offset=0)
-    assert pending.take_ready() is not None
+    assert take_ready(pending) is not None
 
 
 @pytest.mark.parametrize("status", ["aborted", "failed"])
@@ -36,7 +65,7 @@ def test_masked_episodes_need_no_grader_and_hold_nothing(status):
     pending = PendingEpisodes()
     pending.on_completion(finished_completion(0, 0), offset=0)
     pending.on_episode(finished_episode(0, status=status), offset=0)
-    assert pending.take_ready() is None
+    assert take_ready(pending) is None
     assert pending.positions() == positions(1, 1, None)
 
 
@@ -69,7 +98,7 @@ def test_a_completion_that_was_trimmed_away_is_named():
     pending = PendingEpisodes()
     pending.on_episode(finished_episode(0, offsets=[3]), offset=0)
     pending.on_completions_read(10)
-    ready = pending.take_ready()
+    ready = take_ready(pending)
     assert ready is not None
     with pytest.raises(LookupError, match=f"{completion_id(0, 0)} is not on the log"):
         pending.completions_of(ready.episode)

@@ -21,7 +21,7 @@ from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode
 from forgemq_contracts.groups import RetiredGroup
 from forgemq_contracts.messages import Output
-from forgemq_reward.core.pending import PendingEpisode, PendingEpisodes
+from forgemq_reward.core.pending import PendingEpisode, PendingEpisodes, take_oldest
 from forgemq_reward.grader import Grader, load_rendering
 from forgemq_reward.grader_processes import Places
 from forgemq_reward.grading_positions import GROUP, GradingPositions
@@ -159,7 +159,9 @@ class GradingLoop:
                 pending.on_completion(completion, offset=record.offset)
             case FinishedEpisode() as episode:
                 trace = trace_headers(record.headers)
-                pending.on_episode(episode, offset=record.offset, trace=trace)
+                pending.on_episode(
+                    episode, offset=record.offset, finished_ms=record.timestamp_ms, trace=trace
+                )
             case RetiredGroup() as group:
                 pending.on_retired(group.group_id)
             case None:
@@ -199,11 +201,11 @@ class GradingLoop:
         self._wake.set()
 
     def _take_ready(self, grader: Grader) -> _Taken | None:
-        for partition, pending in self._partitions.items():
-            ready = pending.take_ready(lambda domain: grader.places(domain).is_free)
-            if ready is not None:
-                return _Taken(partition, pending, ready)
-        return None
+        taken = take_oldest(self._partitions, lambda domain: grader.places(domain).is_free)
+        if taken is None:
+            return None
+        partition, ready = taken
+        return _Taken(partition, self._partitions[partition], ready)
 
     async def _grade(self, grader: Grader, writer: Writer, taken: _Taken) -> None:
         pending, ready, telemetry = taken.pending, taken.ready, self._context.telemetry

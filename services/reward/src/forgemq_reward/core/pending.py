@@ -1,6 +1,6 @@
 """Which finished episodes can be graded, and from which positions a restart must read."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
@@ -27,10 +27,11 @@ class HeldCompletion(Struct, frozen=True, kw_only=True):
 
 
 class PendingEpisode(Struct, frozen=True, kw_only=True):
-    """A finished episode that is not graded; `offset` is that of its record."""
+    """A finished episode that is not graded; offset and time are those of its record."""
 
     episode: FinishedEpisode
     offset: int
+    finished_ms: int
     trace: tuple[tuple[str, bytes], ...] = ()
 
 
@@ -90,7 +91,12 @@ class PendingEpisodes:
         self._completions_read = max(self._completions_read, position)
 
     def on_episode(
-        self, episode: FinishedEpisode, *, offset: int, trace: tuple[tuple[str, bytes], ...] = ()
+        self,
+        episode: FinishedEpisode,
+        *,
+        offset: int,
+        finished_ms: int = 0,
+        trace: tuple[tuple[str, bytes], ...] = (),
     ) -> None:
         """Keep an episode to be graded, unless it is graded, retired or did not complete."""
         self._episodes_read = max(self._episodes_read, offset + 1)
@@ -102,7 +108,9 @@ class PendingEpisodes:
         ):
             self._forget(episode_id)
         elif episode_id not in self._episodes:
-            self._episodes[episode_id] = PendingEpisode(episode=episode, offset=offset, trace=trace)
+            self._episodes[episode_id] = PendingEpisode(
+                episode=episode, offset=offset, finished_ms=finished_ms, trace=trace
+            )
 
     def on_graded(self, episode_id: str, *, offset: int) -> None:
         """Note that the grade of this episode is on the log, and drop its completions."""
@@ -119,11 +127,11 @@ class PendingEpisodes:
         for episode_id in _of_group(self._grades, group_id):
             self._grades.pop(episode_id)
 
-    def take_ready(self, is_free: Callable[[str], bool] = bool) -> PendingEpisode | None:
-        """Take the oldest ready episode that was not taken; None if no such episode exists.
+    def oldest_ready(self, is_free: Callable[[str], bool]) -> PendingEpisode | None:
+        """The oldest ready episode that was not taken; None if no such episode exists.
 
         Args:
-            is_free: Whether an episode of this domain can be graded now; by default any can.
+            is_free: Whether an episode of this domain can be graded now.
         """
         for episode_id, pending in self._episodes.items():
             if (
@@ -131,9 +139,12 @@ class PendingEpisodes:
                 and is_free(pending.episode.domain)
                 and self._is_ready(pending)
             ):
-                self._started.add(episode_id)
                 return pending
         return None
+
+    def take(self, ready: PendingEpisode) -> None:
+        """Note that the grading of this episode begins."""
+        self._started.add(ready.episode.episode_id)
 
     def completions_of(self, episode: FinishedEpisode) -> tuple[HeldCompletion, ...]:
         """The completions of the episode's manifest, by sequence.
@@ -178,6 +189,30 @@ class PendingEpisodes:
         self._tools.pop(episode_id, None)
         for completion_id in self._held.pop(episode_id, {}):
             self._ledger.forget(completion_id)
+
+
+def take_oldest(
+    partitions: Mapping[int, PendingEpisodes], is_free: Callable[[str], bool] = bool
+) -> tuple[int, PendingEpisode] | None:
+    """Take the ready episode that ended first, and its partition; None if none is ready.
+
+    No partition waits for another one: its groups would hold their slots meanwhile, until all that
+    is left to grade is in one partition, and so with one process.
+
+    Args:
+        partitions: Those of this process.
+        is_free: Whether an episode of this domain can be graded now; by default any can.
+    """
+    found = [
+        (ready.finished_ms, partition, ready)
+        for partition, pending in partitions.items()
+        if (ready := pending.oldest_ready(is_free)) is not None
+    ]
+    if not found:
+        return None
+    _, partition, ready = min(found, key=lambda each: each[:2])
+    partitions[partition].take(ready)
+    return partition, ready
 
 
 def _of_group(episode_ids: Iterable[str], group_id: str) -> list[str]:
