@@ -308,6 +308,30 @@ async def test_a_process_that_is_stopped_gives_back_what_it_plays(memory_gateway
     assert all(isinstance(e, FinishRequest) for e in gateway.groups["g-count-0"].ended.values())
 
 
+async def test_an_episode_whose_claim_is_answered_when_the_process_stops_is_given_back(
+    memory_gateway,
+):
+    gateway = await memory_gateway(groups_to_train=1, slots=1, group_size=1)
+    gateway.lease_s = 600.0
+    claimed, stopped, claim_episode = asyncio.Event(), asyncio.Event(), gateway.claim_episode
+
+    async def answered_late(*asked):
+        claim = await claim_episode(*asked)
+        claimed.set()
+        await stopped.wait()
+        return claim
+
+    gateway.claim_episode = answered_late
+    first = asyncio.ensure_future(play(gateway, well, evaluation=Evaluation()))
+    await claimed.wait()
+    first.cancel()
+    asyncio.get_running_loop().call_later(0.1, stopped.set)
+    with suppress(asyncio.CancelledError):
+        await first
+    assert gateway.requests.count("release_episode") == 1
+    assert gateway.groups["g-count-0"].attempts[0].state == "lapsed"
+
+
 async def test_two_processes_share_one_run(memory_gateway):
     gateway = await memory_gateway(groups_to_train=6, slots=3, group_size=4)
     players: dict[str, set[str]] = {"one": set(), "two": set()}

@@ -120,7 +120,11 @@ async def play_run(
         )
         if short := shortage(configuration):
             telemetry.event("few_players", detail=short)
-        await (run.judge(samples=settings.samples) if settings.samples else run.play())
+        try:
+            await (run.judge(samples=settings.samples) if settings.samples else run.play())
+        except asyncio.CancelledError:
+            await groups.give_back()
+            raise
 
 
 def _choices(

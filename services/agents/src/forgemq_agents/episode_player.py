@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 
 import msgspec
 from msgspec import UNSET
@@ -21,9 +20,6 @@ from forgemq_agents.requests import JsonRequests
 from forgemq_agents.user_code import Play
 from forgemq_contracts.admin import DETAIL_CHARACTERS_MAX, AbortRequest, Claim, FinishRequest
 from forgemq_telemetry.telemetry import Telemetry
-
-RELEASE_S_MAX = 2.0
-"""For the gateway's answer, while a process stops; without one the lease lapses."""
 
 
 class EpisodePlayer:
@@ -45,19 +41,7 @@ class EpisodePlayer:
         self._telemetry = telemetry
 
     async def play(self, claim: Claim, play: Play) -> None:
-        """Play to the end, or until the gateway says that the episode is over.
-
-        On a cancellation the episode is given back.
-        """
-        try:
-            await self._play(claim, play)
-        except asyncio.CancelledError:
-            with suppress(GatewayError, TimeoutError):
-                async with asyncio.timeout(RELEASE_S_MAX):
-                    await self._gateway.release(claim.episode_id)
-            raise
-
-    async def _play(self, claim: Claim, play: Play) -> None:
+        """Play to the end, or until the gateway says that the episode is over."""
         episode = Episode(
             claim,
             gateway=self._gateway,

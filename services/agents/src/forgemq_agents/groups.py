@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -9,7 +10,7 @@ from msgspec import Raw
 
 from forgemq_agents.core.schedule import EvaluationGroup, training_key, training_task
 from forgemq_agents.episode_player import EpisodePlayer
-from forgemq_agents.errors import EpisodeOverError
+from forgemq_agents.errors import EpisodeOverError, GatewayError
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.room import Reservation, Room
 from forgemq_agents.user_code import DomainCode
@@ -21,6 +22,8 @@ from forgemq_contracts.stages import of_domain
 SLOT_WAIT_S = 20.0
 # A freed episode is no change of its group's state, so claims are repeated after this time.
 CLAIM_WAIT_S = 5.0
+GIVE_BACK_S_MAX = 2.0
+"""For the gateway's answers, while the process stops; without them the leases lapse."""
 
 
 class Chosen(NamedTuple):
@@ -55,7 +58,19 @@ class Groups:
         # One group of each kind claims at a time, in the order in which they were admitted. If all
         # took turns, all would begin, and with little room none would end before its deadline.
         self._claiming = {is_training: asyncio.Lock() for is_training in (True, False)}
+        self._held: set[str] = set()
         self.training_ended = asyncio.Event()
+
+    async def give_back(self) -> None:
+        """Give back all episodes that were not played to their end, because the process stops."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GIVE_BACK_S_MAX), asyncio.TaskGroup() as tasks:
+                for episode_id in self._held:
+                    tasks.create_task(self._release(episode_id))
+
+    async def _release(self, episode_id: str) -> None:
+        with suppress(GatewayError):
+            await self._gateway.release(episode_id)
 
     async def request_training(
         self, domain: str, number: int, *, stage: int | None, chosen: Chosen | None
@@ -121,6 +136,7 @@ class Groups:
                 current = await self._read(current, wait_s=CLAIM_WAIT_S)
             for episode in episodes:
                 episode.cancel()
+        self._held -= {each for each in self._held if each.startswith(f"{status.group_id}.")}
 
     async def _wait_for_slot(self, status: GroupStatus, *, is_training: bool) -> GroupStatus | None:
         """Wait until the group is admitted; None if the gateway lost it or training ended first."""
@@ -157,7 +173,7 @@ class Groups:
             place = await self._room.enter(is_training=is_training)
             claim = None
             try:
-                claim = await self._gateway.claim(group_id)
+                claim = await self._claim(group_id)
             except EpisodeOverError:
                 return
             finally:
@@ -167,12 +183,39 @@ class Groups:
                 return
             yield claim, place
 
+    async def _claim(self, group_id: str) -> Claim | None:
+        """Claim an episode; one whose answer comes after a cancellation is held to be given back.
+
+        Raises:
+            EpisodeOverError: the group is over.
+        """
+        asking = asyncio.ensure_future(self._gateway.claim(group_id))
+        try:
+            claim = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            with suppress(GatewayError, TimeoutError):
+                async with asyncio.timeout(GIVE_BACK_S_MAX):
+                    self._hold(await asking)
+            raise
+        self._hold(claim)
+        return claim
+
+    def _hold(self, claim: Claim | None) -> None:
+        if claim is not None:
+            self._held.add(claim.episode_id)
+
     def _start(
         self, claim: Claim, *, domain: str, playing: asyncio.TaskGroup, place: Reservation
     ) -> "asyncio.Task[None]":
         task = playing.create_task(self._player.play(claim, self._domains[domain].play))
+
+        def end(ended: "asyncio.Task[None]") -> None:
+            place.leave()
+            if not ended.cancelled():
+                self._held.discard(claim.episode_id)
+
         # Not a `finally` inside the task: one that is cancelled before it starts runs none.
-        task.add_done_callback(lambda _: place.leave())
+        task.add_done_callback(end)
         return task
 
     async def _make_task(self, domain: str, task_number: int, *, stage: int | None = None) -> Raw:
