@@ -16,8 +16,8 @@ from forgemq_gateway.clock import Clock
 from forgemq_gateway.ownership import ReadBack
 
 MISSED_S = 1.0
-"""A gateway whose tick is later than this may be missed. A report is due each second and others wait
-3 s for it, which leaves one second for a report that is slow itself."""
+"""A gateway whose tick is later than this may be missed. A report is due each second and others
+wait 3 s for it, which leaves one second for a report that is slow itself."""
 
 
 class Standstill:
