@@ -17,8 +17,8 @@ ALONE := --ignore=tests/gpu --ignore=tests/integration --ignore=tests/clients --
 	--ignore=tests/cluster
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-fast test-long test-clients test-cluster-admission test-containers storm fuzz \
-	lint advisories contracts load images sbom lock clean
+.PHONY: help setup demo test test-fast test-long test-clients test-cluster test-cluster-admission test-containers \
+	storm fuzz lint advisories contracts load images sbom lock clean
 
 help:  ## List the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -50,8 +50,12 @@ test-clients: $(STAMP)  ## Run clients that others wrote; FORGEMQ_TEST_CLIENTS_L
 	@$(BIN)/python -m tests.clients.table
 
 test-cluster-admission: $(STAMP)  ## Apply every overlay to a real API server; compiles it once, needs Go, etcd, kubectl
-	@$(BIN)/python -m tests.cluster.api_server
-	@$(BIN)/python -m pytest -q -m cluster $(or $(ARGS),tests/cluster)
+	@$(BIN)/python -m tests.cluster.programs kube_apiserver
+	@$(BIN)/python -m pytest -q -m cluster $(or $(ARGS),tests/cluster/test_admission.py)
+
+test-cluster: $(STAMP)  ## Run a pod on a real Kubernetes node; compiles it once; as root
+	@$(BIN)/python -m tests.cluster.programs node
+	@$(BIN)/python -m pytest -q -m cluster --durations=5 $(or $(ARGS),tests/cluster)
 
 test-containers: $(STAMP)  ## Run the whole stack in containers, with kills; BASE=<base image>
 	@$(if $(BASE),BASE=$(BASE)) $(BIN)/python -m pytest -q -m containers --durations=5 $(or $(ARGS),tests/containers)

@@ -10,7 +10,8 @@ import yaml
 
 from forgemq_launcher.upkeep.cluster import Cluster, ClusterError, workload_of
 from tests.architecture.rendered import OVERLAYS, rendered
-from tests.cluster.api_server import PROGRAM, ApiServer, api_server, missing
+from tests.cluster.api_server import ApiServer, api_server
+from tests.cluster.programs import missing_for_server, server_command
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -20,8 +21,8 @@ WORKLOADS = ("Deployment", "StatefulSet")
 
 @pytest.fixture(scope="session")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    if missing() or not PROGRAM.is_file():
-        pytest.skip(missing() or "make test-cluster-admission compiles the API server first")
+    if missing_for_server() or not Path(server_command()[0]).is_file():
+        pytest.skip(missing_for_server() or "make test-cluster-admission compiles the server first")
     with api_server(tmp_path_factory.mktemp("api")) as server:
         made = server.kubectl("apply", "--server-side", "-f", str(CRDS))
         assert made.returncode == 0, made.stderr

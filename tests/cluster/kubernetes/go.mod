@@ -1,4 +1,4 @@
-module kube-apiserver
+module forgemq-test-cluster
 
 go 1.24.0
 
