@@ -76,13 +76,22 @@ def rules_of(service: str, *, run: str) -> list[Rule]:
 
 
 def creator_rules(*, run: str) -> list[Rule]:
-    """What the workload `run` may do: make and read all of the run, announce and end it."""
+    """What the workload `run` may do: create and read all of the run, announce and end it.
+
+    A person in its pod may also ask the run to end.
+    """
     shared = [
         _topic(topic.name, "Create", "Read", "Write", "Describe", "DescribeConfigs")
         for topic in topics.SHARED
     ]
+    own = [
+        _topic(broker_topic(topic.name, run=run), "Write")
+        for topic in topics.OF_RUN
+        if topic.producer == "launcher"
+    ]
     return [
         *shared,
+        *own,
         # It adds partitions when the run is given room for more lanes.
         _rule(
             "topic", in_run("", run=run), "Create", "Alter", "Read", "Describe", "DescribeConfigs"

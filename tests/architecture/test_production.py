@@ -107,6 +107,11 @@ def test_a_service_reads_and_writes_the_topics_that_its_code_declares_and_no_oth
     assert not may(service, "Read", "topic", "another-run.finished-episodes-v1")
 
 
+def test_the_pod_that_ends_the_run_may_ask_for_its_end_and_write_no_services_records():
+    written = {t.name for t in topics.ALL if may("run", "Write", "topic", on_broker(t.name))}
+    assert written == declared("launcher", "PRODUCES")
+
+
 @pytest.mark.parametrize("service", TRANSFORMS)
 def test_a_transform_may_use_its_groups_and_transactions(service: str):
     app = importlib.import_module(f"forgemq_{service}.app")

@@ -5,6 +5,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from forgemq_contracts.journal import JournalledBatch
+
 PartitionedBy: TypeAlias = Literal["shared", "run", "queue", "group", "lane"]
 
 
@@ -55,3 +57,17 @@ class Topic:
 def needed_group(service: str) -> str:
     """The consumer group whose positions say from where a service may read its inputs again."""
     return f"{service}-needed"
+
+
+def journal_topic(service: str, partitioned_by: PartitionedBy) -> Topic:
+    """The journal of a transform service, which it alone writes and reads."""
+    return Topic(
+        name=f"{service}-journal-v1",
+        record=JournalledBatch,
+        key="sequence",
+        partitioned_by=partitioned_by,
+        is_transactional=True,
+        producer=service,
+        consumers=(service,),
+        needed_by=(f"{service}-positions",),
+    )

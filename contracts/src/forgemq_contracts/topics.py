@@ -9,13 +9,13 @@ import msgspec
 from forgemq_contracts import completions, groups, weights
 from forgemq_contracts.audit import AuditedGroup
 from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode, OpenedEpisode
-from forgemq_contracts.journal import JournalledBatch
 from forgemq_contracts.lane_plan import RequestedLane
 from forgemq_contracts.ownership import OwnedRun, ReportedGateway
+from forgemq_contracts.requested_end import RequestedEnd
 from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun, lanes_limit
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
-from forgemq_contracts.topic import PartitionedBy
 from forgemq_contracts.topic import Topic as Topic
+from forgemq_contracts.topic import journal_topic
 from forgemq_contracts.topic import needed_group as needed_group
 from forgemq_contracts.trees import MergedTree
 
@@ -287,6 +287,15 @@ REQUESTED_LANES = Topic(
     consumers=("gateway", "inference", "launcher"),
     dead_letters_by="gateway",
 )
+REQUESTED_ENDS = Topic(
+    name="requested-ends-v1",
+    record=RequestedEnd,
+    key="run",
+    partitioned_by="run",
+    is_transactional=False,
+    producer="launcher",
+    consumers=("launcher",),
+)
 LOADED_WEIGHTS = Topic(
     name="loaded-weights-v1",
     record=weights.LoadedWeights,
@@ -309,24 +318,9 @@ REPORTED_ENGINES = Topic(
     needed_by=(needed_group("scheduler"),),
     newest_kept=1000,
 )
-
-
-def _journal(service: str, partitioned_by: PartitionedBy) -> Topic:
-    return Topic(
-        name=f"{service}-journal-v1",
-        record=JournalledBatch,
-        key="sequence",
-        partitioned_by=partitioned_by,
-        is_transactional=True,
-        producer=service,
-        consumers=(service,),
-        needed_by=(f"{service}-positions",),
-    )
-
-
-REWARD_JOURNAL = _journal("reward", "group")
-MERGER_JOURNAL = _journal("merger", "group")
-SCHEDULER_JOURNAL = _journal("scheduler", "run")
+REWARD_JOURNAL = journal_topic("reward", "group")
+MERGER_JOURNAL = journal_topic("merger", "group")
+SCHEDULER_JOURNAL = journal_topic("scheduler", "run")
 
 SHARED: tuple[Topic, ...] = (STARTED_RUNS, ENDED_RUNS)
 OF_RUN: tuple[Topic, ...] = (
@@ -353,6 +347,7 @@ OF_RUN: tuple[Topic, ...] = (
     PUBLISHED_WEIGHTS,
     OFFERED_BROADCASTS,
     REQUESTED_LANES,
+    REQUESTED_ENDS,
     LOADED_WEIGHTS,
     REPORTED_ENGINES,
     REWARD_JOURNAL,

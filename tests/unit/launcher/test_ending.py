@@ -12,10 +12,12 @@ import pytest
 
 from forgemq_contracts.groups import AdmittedGroup, RetiredGroup
 from forgemq_contracts.messages import Output
+from forgemq_contracts.requested_end import RequestedEnd
 from forgemq_contracts.rounds import end_round_groups
 from forgemq_contracts.run import Evaluation, StartedRun
 from forgemq_contracts.topics import ADMITTED_GROUPS, RETIRED_GROUPS
-from forgemq_launcher.commands.ending import wait_until_played
+from forgemq_launcher.commands.ending import played_or_asked, wait_until_played
+from forgemq_launcher.records.run_end import request_end
 from forgemq_launcher.upkeep.cluster import Cluster, ClusterError, own_cluster, workload_of
 from forgemq_settings.environment import SettingsError
 from tests.unit.launcher.test_follower import log_of
@@ -69,6 +71,22 @@ async def test_an_open_group_keeps_a_run_up_until_nothing_has_happened_for_long(
     open_one = [*played("end-sampled"), *played("end-greedy", is_over=False)]
     assert not await is_over(started_with_tasks(1), *open_one)
     assert await is_over(started_with_tasks(1), *open_one, still_s=0.1)
+
+
+async def test_a_run_that_is_asked_to_end_is_not_waited_for_and_one_that_is_played_not_asked() -> (
+    None
+):
+    begun = started_with_tasks(0)
+    requested = RequestedEnd(run="r", started_ms=begun.started_ms, requested_ms=7, detail="why")
+    log = await log_of(SyntheticRun().play(steps=2))
+    waiting = asyncio.ensure_future(played_or_asked(log, begun))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await request_end(log, requested)
+    async with asyncio.timeout(5):
+        assert await waiting == requested
+        log = await log_of(SyntheticRun().play(steps=3))
+        assert await played_or_asked(log, begun, look_every_s=0.02) is None
 
 
 class Patched(http.server.BaseHTTPRequestHandler):

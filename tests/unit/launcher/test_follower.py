@@ -26,14 +26,13 @@ from forgemq_contracts.weights import LoadedWeights, ReportedEngine
 from forgemq_launcher.commands.inspection import print_groups
 from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.headlines import headlines
-from forgemq_launcher.display.panel import PanelView, line, panel
+from forgemq_launcher.display.panel import PanelView, ShownService, line, panel
 from forgemq_launcher.display.report_files import table, write_report
 from forgemq_launcher.display.screen import Screen
 from forgemq_launcher.records import run_audit
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.records.run_topics import create_topics, last_trained_step
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
-from forgemq_launcher.upkeep.supervisor import ServiceStatus
 from forgemq_run_view.view import RunView
 from forgemq_shell.records import emit_of
 from tests.unit.run_view.synthetic import DOMAIN, SyntheticRun, configuration, started
@@ -41,8 +40,8 @@ from tests.unit.run_view.synthetic import DOMAIN, SyntheticRun, configuration, s
 SHOWN = PanelView(
     engine_status="starting",
     is_engine_up=True,
-    services=(ServiceStatus(name="gateway", pid=7, restarts=1),),
-    console_url="http://127.0.0.1:8080",
+    services=(ShownService(name="gateway", is_up=True, detail="(1)"),),
+    footer="http://127.0.0.1:8080",
     events=("something happened",),
 )
 

@@ -21,7 +21,7 @@ from forgemq_run_view.state import AcceptancePoint, ForkTotal, RunState, Stall, 
 from forgemq_run_view.view import RunView
 from tests.unit.run_view.synthetic import SyntheticRun, metrics, started
 
-SHOWN = PanelView(engine_status="", is_engine_up=True, services=(), console_url="", events=())
+SHOWN = PanelView(engine_status="", is_engine_up=True, services=(), footer="", events=())
 GAP = LogprobGap(entries=4, mean=0.25, max=0.75, bins=(1, 0, 3))
 KL = Alarm(metric="kl_k3", value=0.21, threshold=0.1)
 UNMEASURED = metrics(gap_entries=0)

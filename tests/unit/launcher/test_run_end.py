@@ -9,16 +9,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from forgemq_bus.memory import MemoryLog
+from forgemq_contracts.requested_end import RequestedEnd
 from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.panel import PanelView
 from forgemq_launcher.display.run_display import RunDisplay
 from forgemq_launcher.display.screen import Screen
-from forgemq_launcher.outcome import watch_run
+from forgemq_launcher.outcome import Outcome, watch_run
 from forgemq_launcher.records.follower import Follower
+from forgemq_launcher.records.run_end import request_end
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.settings import LauncherSettings
@@ -27,9 +30,7 @@ from forgemq_launcher.upkeep.stop_signal import StopSignal
 from tests.unit.launcher.test_follower import log_of
 from tests.unit.run_view.synthetic import SyntheticRun, configuration, started
 
-SHOWN = PanelView(
-    engine_status="up", is_engine_up=True, services=(), console_url="http://127.0.0.1:1", events=()
-)
+SHOWN = PanelView(engine_status="up", is_engine_up=True, services=(), footer="", events=())
 NAMED = {"FORGEMQ_KAFKA": "127.0.0.1:1", "FORGEMQ_ENGINE_URL": "http://127.0.0.1:1"}
 
 
@@ -41,6 +42,16 @@ async def processes_of(folder: RunFolder) -> RunProcesses:
     processes.start_engines()
     assert await processes.start_broker(stop=asyncio.Event())
     return processes
+
+
+def display_of(follower: Follower, folder: RunFolder) -> RunDisplay:
+    """A display without a terminal that writes the run's curves."""
+    return RunDisplay(
+        Screen(Console(file=io.StringIO())),
+        curves=CurveWriter(folder.path),
+        state=follower.state,
+        panel_view=lambda: SHOWN,
+    )
 
 
 @contextmanager
@@ -62,18 +73,37 @@ async def test_a_disk_that_is_full_when_curves_are_written_fails_the_run_with_it
     folder.make(configuration())
     processes, follower = await processes_of(folder), Follower(log, started())
     await follower.catch_up()
-    display = RunDisplay(
-        Screen(Console(file=io.StringIO())),
-        curves=CurveWriter(folder.path),
-        state=follower.state,
-        panel_view=lambda: SHOWN,
-    )
     stop = StopSignal(kill=processes.kill, note=lambda _: None)
     with full_disk():
-        outcome = await watch_run(processes, follower, display, stop=stop)
+        outcome = await watch_run(processes, follower, display_of(follower, folder), stop=stop)
     await processes.stop()
     assert outcome.reason == "failed"
     assert "File too large" in outcome.detail
+
+
+async def test_a_run_that_is_asked_to_end_is_interrupted_and_says_who_asked(tmp_path: Path) -> None:
+    """A request to an earlier start of the run is on the log, too."""
+    log: MemoryLog = await log_of(SyntheticRun().play(steps=2))
+    folder = RunFolder(tmp_path / "r")
+    folder.make(configuration())
+    processes, follower = await processes_of(folder), Follower(log, started())
+    begun_ms = started().started_ms
+    asked = RequestedEnd(run="r", started_ms=begun_ms - 1, requested_ms=1, detail="too old")
+    await request_end(log, asked)
+    stop = StopSignal(kill=processes.kill, note=lambda _: None)
+    running = asyncio.ensure_future(
+        watch_run(processes, follower, display_of(follower, folder), stop=stop)
+    )
+    await asyncio.sleep(0.3)
+    assert not running.done()
+    await request_end(
+        log, msgspec.structs.replace(asked, started_ms=begun_ms, detail="reward fell")
+    )
+    async with asyncio.timeout(5):
+        outcome = await running
+    await processes.stop()
+    detail = "asked to end by `forgemq stop`: reward fell"
+    assert outcome == Outcome("interrupted", detail, is_requested=True)
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ async def test_every_group_is_played_trained_and_audited_and_each_byte_is_counte
         topics.CANCELLED_COMPLETIONS.name,
         topics.SAMPLED_CHUNKS.name,
         topics.OFFERED_BROADCASTS.name,
+        topics.REQUESTED_ENDS.name,
         topics.REQUESTED_LANES.name,
     }
     assert {topic.name for topic in topics.OF_RUN} - set(kept) == silent

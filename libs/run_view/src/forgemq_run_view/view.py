@@ -67,14 +67,15 @@ class RunView:
         self._engines = EngineBook()
         self._acceptance = AcceptanceBook()
         self._stalls = StallWatch(started)
-        self._ended = ""
+        self.end: EndedRun | None = None
+        """How the newest start ended; None while it is up, or if it was killed."""
 
     def apply(self, message: Message) -> None:
         """Take in one record of this run."""
         if isinstance(message.record, EndedRun):
             if message.record.run == self._started.run:
                 is_of_this_start = message.record.ended_ms >= self._started.started_ms
-                self._ended = message.record.reason if is_of_this_start else self._ended
+                self.end = message.record if is_of_this_start else self.end
             return
         self._groups.apply(message)
         self._steps.apply(message)
@@ -111,7 +112,7 @@ class RunView:
             version=self._engines.version,
             started_ms=self._started.started_ms,
             now_ms=now_ms,
-            ended=self._ended,
+            ended=self.end.reason if self.end else "",
             tokens_generated=self._engines.tokens_generated,
             tokens_per_s=self._engines.tokens_per_s(now_ms=now_ms),
             tokens_trained=sum(point.loss_tokens for point in points),
@@ -148,7 +149,7 @@ class RunView:
             engines=self._engines.engines(),
             services=self._engines.activity(),
             stage=stage_of(configuration, step=min(len(points), configuration.trainer.steps - 1)),
-            stall=None if self._ended else self._stalls.stall(now_ms=now_ms),
+            stall=None if self.end else self._stalls.stall(now_ms=now_ms),
         )
 
     def _queues(self, *, step: int) -> tuple[QueueState, ...]:

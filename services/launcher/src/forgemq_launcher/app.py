@@ -7,11 +7,17 @@ from forgemq_bus.log import Log
 from forgemq_bus.partitions import partition_counts
 from forgemq_contracts.players import shortage
 from forgemq_contracts.run import EndedRun, StartedRun
-from forgemq_contracts.topics import ENDED_RUNS, REQUESTED_LANES, STARTED_RUNS, Topic
+from forgemq_contracts.topics import (
+    ENDED_RUNS,
+    REQUESTED_ENDS,
+    REQUESTED_LANES,
+    STARTED_RUNS,
+    Topic,
+)
 from forgemq_launcher import exit_status
 from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.evaluation_report import evaluation_tables, write_evaluation
-from forgemq_launcher.display.panel import PanelView
+from forgemq_launcher.display.panel import PanelView, ShownService
 from forgemq_launcher.display.report_files import closing, write_report
 from forgemq_launcher.display.run_display import RunDisplay
 from forgemq_launcher.display.screen import Screen
@@ -25,15 +31,19 @@ from forgemq_launcher.records.run_topics import write_end, write_start
 from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.upkeep.run_processes import RunProcesses
 from forgemq_launcher.upkeep.stop_signal import StopSignal
+from forgemq_launcher.upkeep.supervisor import ServiceStatus
 from forgemq_run_view import view
 from forgemq_shell.clock import now_ms
 
 CONSUMES: tuple[Topic, ...] = tuple(
     dict.fromkeys(
-        (STARTED_RUNS, REQUESTED_LANES, *view.TOPICS, *guarantees.TOPICS, *group_index.COMPARED)
+        (
+            *(STARTED_RUNS, REQUESTED_LANES, REQUESTED_ENDS),
+            *(*view.TOPICS, *guarantees.TOPICS, *group_index.COMPARED),
+        )
     )
 )
-PRODUCES: tuple[Topic, ...] = (STARTED_RUNS, ENDED_RUNS)
+PRODUCES: tuple[Topic, ...] = (STARTED_RUNS, REQUESTED_ENDS, ENDED_RUNS)
 
 
 class RunningRun:
@@ -67,7 +77,7 @@ class RunningRun:
                 outcome = await self._play_announced(log, started)
                 await self._processes.stop_services()
                 if outcome.reason != "completed":
-                    return await self._leave_open(outcome)
+                    return await self._leave_open(log, started, outcome)
                 if self._setup.samples:
                     return await self._report_evaluation(log, started)
                 return await self._report_run(log, started)
@@ -133,22 +143,36 @@ class RunningRun:
         return PanelView(
             engine_status=engines.status(),
             is_engine_up=engines.is_up,
-            services=self._processes.service_statuses(),
-            console_url=console_url,
+            services=tuple(map(_shown_service, self._processes.service_statuses())),
+            footer=f"{console_url}   Ctrl-C stops, RESUME={self._setup.folder.run} continues",
             events=self._screen.events,
         )
 
-    async def _leave_open(self, outcome: Outcome) -> int:
-        """Write the end of a run that a resume may continue; its groups stay open."""
+    async def _leave_open(self, log: Log, started: StartedRun, outcome: Outcome) -> int:
+        """Write the end of a run that a resume may continue; its groups stay open.
+
+        If somebody asked for the end there is a report, too. A person at the keyboard waits for the
+        prompt, and `forgemq report` makes one later.
+        """
         run, ended_ms = self._setup.folder.run, now_ms()
         # First, because the broker may be what failed: then its end cannot be written.
         self._screen.say(outcome.detail or "open groups stay open")
         ended = EndedRun(run=run, reason=outcome.reason, ended_ms=ended_ms, detail=outcome.detail)
         await write_end(self._processes.connection, ended)
+        if outcome.is_requested and not self._setup.samples:
+            await self._report_open(log, started, now_ms=ended_ms)
         again = "judge the model again" if self._setup.samples else f"make demo RESUME={run}"
         self._screen.say(f"continue with: {again}")
         is_interrupted = outcome.reason == "interrupted"
         return exit_status.INTERRUPTED if is_interrupted else exit_status.FAILED
+
+    async def _report_open(self, log: Log, started: StartedRun, *, now_ms: int) -> None:
+        """Audit and report a run that has ended with open groups."""
+        report, follower = await audit_run(log, started, reason="interrupted", now_ms=now_ms)
+        folder = self._setup.folder
+        write_report(report, follower.view.state(now_ms=now_ms), folder=folder.path)
+        self._screen.print(closing(report))
+        self._screen.say(f"report: {folder / 'report.json'} and report.png")
 
     async def _report_run(self, log: Log, started: StartedRun) -> int:
         """Audit a completed run from its log, then write its end and its report."""
@@ -182,3 +206,8 @@ class RunningRun:
             self._screen.print(table)
         self._screen.say(f"report: {path}")
         return exit_status.OK if all(each.pass_at_k for each in found) else exit_status.FAILED
+
+
+def _shown_service(status: ServiceStatus) -> ShownService:
+    restarts = f"({status.restarts})" if status.restarts else ""
+    return ShownService(name=status.name, is_up=status.pid is not None, detail=restarts)

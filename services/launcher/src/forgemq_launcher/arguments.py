@@ -7,6 +7,8 @@ from pathlib import Path
 from forgemq_launcher.upkeep.cluster import Workload, workload_of
 from forgemq_launcher.upkeep.services import TRANSFORMS
 
+STOP_TIMEOUT_S = 600.0
+"""In a cluster the pods' grace and the audit of a long log come before the end."""
 SAMPLES_MAX = 4096
 """Episodes of one group."""
 
@@ -94,6 +96,7 @@ def _samples(text: str) -> int:
 def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the commands about runs that exist."""
     commands.add_parser("runs", help="list the runs")
+    _add_watching(commands)
     audit = commands.add_parser("audit", help="check the guarantees of a run on its log")
     audit.add_argument("run", metavar="RUN")
     inspect = commands.add_parser("inspect", help="print groups, or every turn of one")
@@ -133,6 +136,35 @@ def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     _add_lanes(commands)
     dlq = commands.add_parser("dlq", help="list records that did not decode")
     dlq.add_argument("run", metavar="RUN")
+
+
+def _add_watching(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the commands that show a run that is up, or end it."""
+    watch = commands.add_parser(
+        "watch",
+        help="show a run that is up or over, here or elsewhere, until it ends",
+        description="The panel of `forgemq run`, from the run's log; plain lines if the output is "
+        "no terminal. Ctrl-C leaves the run alone. Exit status: as the run ended: 0 completed and "
+        "every guarantee held, 1 failed, 130 interrupted; 2 refused.",
+    )
+    watch.add_argument("run", metavar="RUN")
+    stop = commands.add_parser(
+        "stop",
+        help="ask a run that is up to end early, and wait until it has",
+        description="As Ctrl-C of `forgemq run`, from anywhere: what is trained stays, open groups "
+        "stay open, and the run can be continued. `forgemq run` or `forgemq end` of the run takes "
+        "the request and writes a report. Exit status: 0 the run is over, 1 not in time, 2 "
+        "refused.",
+    )
+    stop.add_argument("run", metavar="RUN")
+    stop.add_argument("--reason", default="", metavar="TEXT", help="kept in the run's end")
+    stop.add_argument(
+        "--timeout",
+        type=float,
+        default=STOP_TIMEOUT_S,
+        metavar="SECONDS",
+        help=f"longest wait for the end; default: {STOP_TIMEOUT_S:g}",
+    )
 
 
 def _add_end(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

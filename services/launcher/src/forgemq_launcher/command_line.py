@@ -5,7 +5,6 @@ import asyncio
 import importlib.util
 import logging
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,31 +15,25 @@ from rich.console import Console
 
 from forgemq_bus.broker import BrokerError
 from forgemq_bus.errors import AccessError, LogError, PartitionCountError
-from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher import exit_status
 from forgemq_launcher.arguments import options_of
-from forgemq_launcher.core.configuration import (
-    ConfigurationError,
-    Document,
-    changed,
-    configuration,
-    document,
-    judging,
-    name_of,
-    names_budget,
-    next_run,
+from forgemq_launcher.asked_run import (
+    check_paths,
+    configured,
+    document_of,
+    folder_named,
+    folder_of_run,
+    names_run,
+    resolved,
 )
-from forgemq_launcher.model_folder import check_draft_folder, check_model_folder
-from forgemq_launcher.placement import DEVICE, device_of, with_budget
+from forgemq_launcher.core.configuration import ConfigurationError, judging, name_of, next_run
+from forgemq_launcher.placement import DEVICE, device_of
 from forgemq_launcher.run_folder import RunFolder, RunFolderError, names_taken, run_folders
 from forgemq_launcher.settings import LauncherSettings
 from forgemq_launcher.upkeep.services import TRANSFORMS
-from forgemq_launcher.user_code import check_user_code
 from forgemq_settings.environment import SettingsError, parse
 from forgemq_settings.hidden_process import hide_process
 from forgemq_shell.started_run import RunNotStartedError
-
-RUN_ID = r"[a-z0-9-]{1,40}"
 
 
 def main() -> None:
@@ -123,10 +116,10 @@ def _new_head(options: argparse.Namespace, *, console: Console) -> int:
 def _look(
     options: argparse.Namespace, *, environ: Mapping[str, str], console: Console, runs: Path
 ) -> int:
-    """Run a command that reads the log of a run; `end` also writes its end."""
+    """Run a command that reads the log of a run; `stop` asks for its end, `end` writes it."""
     from forgemq_launcher.commands import inspection
 
-    folder = _folder_of(options.run, runs=runs)
+    folder = folder_named(options.run, runs=runs)
     match options.command:
         case "audit":
             return asyncio.run(inspection.audit(folder, environ, console))
@@ -137,6 +130,15 @@ def _look(
             )
         case "report":
             return asyncio.run(inspection.report(folder, environ, console, to=options.to))
+        case "watch":
+            from forgemq_launcher.commands.watching import watch
+
+            return asyncio.run(watch(folder, environ, console))
+        case "stop":
+            from forgemq_launcher.commands.stopping import stop
+
+            why, timeout_s = options.reason, options.timeout
+            return asyncio.run(stop(folder, environ, console, detail=why, timeout_s=timeout_s))
         case "end":
             from forgemq_launcher.commands.ending import end
 
@@ -154,13 +156,6 @@ def _look(
             return asyncio.run(inspection.dlq(folder, environ, console))
 
 
-def _folder_of(run: str, *, runs: Path) -> RunFolder:
-    """The folder of a run that the arguments name; a path is no run id."""
-    if not re.fullmatch(RUN_ID, run):
-        raise RunFolderError(f"run: an id has up to 40 of a-z, 0-9 and -, got {run!r}")
-    return RunFolder(runs / run)
-
-
 def _replay(
     options: argparse.Namespace, *, environ: Mapping[str, str], console: Console, runs: Path
 ) -> int:
@@ -169,7 +164,7 @@ def _replay(
     services = (options.service,) if options.service else TRANSFORMS
     given = {"--partition": options.partition, "--to": options.to}
     arguments = [f"{name}={value}" for name, value in given.items() if value is not None]
-    folder = _folder_of(options.run, runs=runs)
+    folder = folder_named(options.run, runs=runs)
     return asyncio.run(
         replay.replay_journals(folder, environ, console, services=services, arguments=arguments)
     )
@@ -185,7 +180,7 @@ def _import(
     from forgemq_launcher.commands.import_conversations import import_conversations
 
     importing = import_conversations(
-        _folder_of(options.run, runs=Path(settings.runs)),
+        folder_named(options.run, runs=Path(settings.runs)),
         environ,
         console,
         host=settings.reached_host,
@@ -205,7 +200,7 @@ def _lanes(
     from forgemq_launcher.commands import lane_changes
     from forgemq_launcher.commands.own_gateway import run_gateway
 
-    folder = _folder_of(options.run, runs=Path(settings.runs))
+    folder = folder_named(options.run, runs=Path(settings.runs))
     gateway = run_gateway(folder, environ, host=settings.reached_host)
     try:
         match options.command:
@@ -235,7 +230,7 @@ def _delete(
         _print_plain(console, question)
         return bool(options.yes) or asks_terminal()
 
-    folder = _folder_of(options.run, runs=runs)
+    folder = folder_named(options.run, runs=runs)
     return asyncio.run(delete_run(folder, environ, console, confirm=confirm))
 
 
@@ -253,7 +248,7 @@ def _run(
         raise SettingsError(
             "FORGEMQ_LAUNCHER_TENSORBOARD: install forgemq-telemetry[tensorboard], or leave it off"
         )
-    folder, made = _folder(options, runs=Path(settings.runs), environ=environ)
+    folder, made = folder_of_run(options, runs=Path(settings.runs), environ=environ)
     device = device_of(made, environ)
     environ = {**environ, DEVICE: device}
     with folder.locked():
@@ -279,11 +274,11 @@ def _eval(
     from forgemq_launcher.run_setup import RunSetup
 
     runs = Path(settings.runs)
-    values = judging(_document(options), model=options.model, domain=options.domain)
+    values = judging(document_of(options), model=options.model, domain=options.domain)
     name = f"{name_of(values, default=options.file.resolve().parent.name)}-eval"
-    run_id = str(values["run"]) if _names_run(options.overrides) else ""
-    made = _configured(values, options, run=run_id or next_run(name, taken=names_taken(runs)))
-    _check_paths(made, source=str(options.file))
+    run_id = str(values["run"]) if names_run(options.overrides) else ""
+    made = configured(values, options, run=run_id or next_run(name, taken=names_taken(runs)))
+    check_paths(made, source=str(options.file))
     folder = RunFolder(runs / made.run)
     folder.make(made, is_evaluation=True)
     with folder.locked():
@@ -302,88 +297,17 @@ def _eval(
         return asyncio.run(play())
 
 
-def _folder(
-    options: argparse.Namespace, *, runs: Path, environ: Mapping[str, str]
-) -> tuple[RunFolder, RunConfiguration]:
-    """The folder of the run that the arguments ask for; made if the run is new."""
-    if options.resume:
-        folder = _folder_of(options.resume, runs=runs)
-        folder.check_resumable()
-        made = changed(folder.configuration(), options.overrides, folder=Path.cwd())
-        _check_paths(made, source=f"run {folder.run}")
-        return folder, made
-    made = _resolved(options, taken=names_taken(runs))
-    _check_paths(made, source=str(options.file))
-    if not names_budget(document(options.file.read_text(), overrides=options.overrides)):
-        made = with_budget(made, environ, device=device_of(made, environ))
-    folder = RunFolder(runs / made.run)
-    folder.make(made)
-    return folder, made
-
-
-def _resolved(
-    options: argparse.Namespace, *, taken: Sequence[str], run: str = ""
-) -> RunConfiguration:
-    """The configuration in the file, overridden and checked.
-
-    Args:
-        options: Name the file and the overrides; `run=ID` among them is the run's id.
-        taken: Ids that a new run must not get.
-        run: The run's id unless an override says it; "" for the file's name and the next number.
-    """
-    overrides = [f'run="{run}"'] if run else []
-    values = _document(options, first=overrides)
-    name = name_of(values, default=options.file.resolve().parent.name)
-    is_named = _names_run([*overrides, *options.overrides])
-    made_id = name if is_named else next_run(name, taken=taken)
-    return _configured(values, options, run=made_id)
-
-
-def _document(options: argparse.Namespace, *, first: Sequence[str] = ()) -> Document:
-    """The file that the arguments name, with these overrides and theirs."""
-    path: Path = options.file
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise ConfigurationError(f"{path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(f"{path}: not a TOML file: {error}") from error
-    return document(text, overrides=[*first, *options.overrides])
-
-
-def _configured(values: Document, options: argparse.Namespace, *, run: str) -> RunConfiguration:
-    try:
-        return configuration(values, run=run, folder=Path.cwd())
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{options.file}: {error}") from error
-
-
-def _names_run(overrides: Sequence[str]) -> bool:
-    return any(each.partition("=")[0].strip() == "run" for each in overrides)
-
-
-def _check_paths(made: RunConfiguration, *, source: str) -> None:
-    """Refuse a model or code that is not on this machine, before it is written down anywhere."""
-    try:
-        check_model_folder(Path(made.model.path))
-        if made.speculation is not None:
-            check_draft_folder(made.speculation, model=Path(made.model.path))
-        check_user_code(made)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{source}: {error}") from error
-
-
 def _create(options: argparse.Namespace, *, environ: Mapping[str, str], console: Console) -> int:
     from forgemq_launcher.commands import creation
 
     run = environ.get("FORGEMQ_RUN", "")
     # A file or a setting that is refused is refused before the broker is asked for anything.
-    made = _resolved(options, taken=[], run=run)
-    _check_paths(made, source=str(options.file))
+    made = resolved(options, taken=[], run=run)
+    check_paths(made, source=str(options.file))
     blobs = creation.blobs_address(environ)
     asyncio.run(creation.wait_for_named_broker(environ, say=partial(_print_plain, console)))
-    if not run and not _names_run(options.overrides):
-        made = _resolved(options, taken=asyncio.run(creation.announced_runs(environ)))
+    if not run and not names_run(options.overrides):
+        made = resolved(options, taken=asyncio.run(creation.announced_runs(environ)))
     started = asyncio.run(creation.create_run(made, environ, blobs=blobs))
     _print_plain(console, creation.next_commands(started, kafka=environ["FORGEMQ_KAFKA"]))
     return exit_status.OK
@@ -391,6 +315,6 @@ def _create(options: argparse.Namespace, *, environ: Mapping[str, str], console:
 
 def _resolve(options: argparse.Namespace, *, environ: Mapping[str, str]) -> int:
     """Write the configuration; its folders may lie on other machines and are not looked at."""
-    made = _resolved(options, taken=[], run=environ.get("FORGEMQ_RUN", ""))
+    made = resolved(options, taken=[], run=environ.get("FORGEMQ_RUN", ""))
     options.to.write_bytes(msgspec.json.encode(made) + b"\n")
     return exit_status.OK

@@ -13,7 +13,7 @@ from forgemq_launcher.display.run_display import RunDisplay
 from forgemq_launcher.records.follower import Follower, GroupsFailingError
 from forgemq_launcher.upkeep.machine import MachineError
 from forgemq_launcher.upkeep.run_processes import RunProcesses
-from forgemq_launcher.upkeep.stop_signal import StopSignal
+from forgemq_launcher.upkeep.stop_signal import StopSignal, asked_text
 from forgemq_launcher.upkeep.supervisor import ProcessFailedError
 from forgemq_sglang_cpu.server import EngineServerError
 from forgemq_telemetry.causes import causes
@@ -37,10 +37,12 @@ FAILURES = (
 
 
 class Outcome(NamedTuple):
-    """How a run ended; `detail` says why it failed."""
+    """How a run ended; `detail` says why it failed, or who asked for its end."""
 
     reason: Literal["completed", "interrupted", "failed"]
     detail: str = ""
+    is_requested: bool = False
+    """Whether `forgemq stop` asked for the end: the asker has a report to look at."""
 
 
 async def watch_run(
@@ -51,7 +53,7 @@ async def watch_run(
     stop: StopSignal,
     trains: bool = True,
 ) -> Outcome:
-    """Keep a run up and show it until it is played, a signal comes, or it fails.
+    """Keep a run up and show it until it is played, a signal or a request comes, or it fails.
 
     It is played once its own agents have ended, or, if it has none, once the last step is trained.
     One that does not train is played once its agents have ended.
@@ -69,6 +71,7 @@ async def watch_run(
                 group.create_task(follower.watch_groups()),
                 group.create_task(follower.follow_lanes(processes.lanes.follow)),
                 group.create_task(display.show()),
+                group.create_task(_take_request(follower, stop)),
             ]
             if not processes.has_agents:
                 tasks.append(group.create_task(_end_agents(follower, processes.agents_ended)))
@@ -82,7 +85,13 @@ async def watch_run(
         failures = causes(errors)
     if failures:
         return Outcome("failed", "\n".join(map(str, failures)))
+    if stop.requested is not None:
+        return Outcome("interrupted", asked_text(stop.requested), is_requested=True)
     return Outcome("interrupted" if stop.event.is_set() else "completed")
+
+
+async def _take_request(follower: Follower, stop: StopSignal) -> None:
+    stop.take_request(await follower.end_requested())
 
 
 async def _end_agents(follower: Follower, ended: asyncio.Event) -> None:

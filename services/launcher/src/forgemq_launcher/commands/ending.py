@@ -1,6 +1,7 @@
 """`forgemq end`: the end of a run whose services a person or a cluster keeps up.
 
-It waits until the run is played, gives its pods back, writes EndedRun, and then report and curves.
+It waits until the run is played or somebody asks for its end, gives its pods back, writes EndedRun,
+and then report and curves.
 Whatever interrupts it, the next start goes on: each part is done again or found done.
 """
 
@@ -9,9 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
+from forgemq_bus.kafka import KafkaConnection
+from forgemq_bus.kafka_removal import kafka_removal
 from forgemq_bus.log import Log
+from forgemq_bus.names import in_run
+from forgemq_contracts.requested_end import RequestedEnd
 from forgemq_contracts.rounds import END_ROUND, end_round_groups
 from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun
 from forgemq_launcher import exit_status
@@ -20,10 +26,11 @@ from forgemq_launcher.commands.run_on_broker import run_on_broker
 from forgemq_launcher.core.outside_agents import TOLD_S
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.records.run_audit import audit_run, result_values
+from forgemq_launcher.records.run_end import end_requested
 from forgemq_launcher.records.run_topics import last_trained_step, write_end
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_launcher.upkeep.cluster import Cluster, ClusterError, Workload, own_cluster
-from forgemq_launcher.upkeep.stop_signal import SIGNALS
+from forgemq_launcher.upkeep.stop_signal import SIGNALS, asked_text
 from forgemq_run_view.state import RunState
 from forgemq_shell.clock import now_ms
 from forgemq_shell.connection import kafka_connection
@@ -34,6 +41,8 @@ LOOK_EVERY_S = 5.0
 STILL_S_MAX = 1800.0
 """After the last step: a run in which nothing happens for this long has lost its agents, and its
 open groups are reported as open. Longer than any outage that a run is meant to survive."""
+LEFT_S_MAX = 300.0
+"""After the pods are given back: longer than the grace of any of them."""
 RELEASE_TRIES_MAX = 10
 """With `LOOK_EVERY_S` between them: an API server that restarts is back in less than a minute."""
 
@@ -78,7 +87,7 @@ async def end_run(
     cluster: Cluster | None = None,
     workloads: Sequence[Workload] = (),
 ) -> int:
-    """Wait until the run is played, then write its end, its report and its curves.
+    """Wait until the run is played or asked to end; write its end, its report and its curves.
 
     Args:
         folder: Names the run; nothing needs to be in it.
@@ -86,28 +95,79 @@ async def end_run(
         console: Says each part.
         to: Folder of report.json and curves.jsonl.
         cluster: Of the workloads; none without them.
-        workloads: Released as soon as the run is played, in this order.
+        workloads: Released as soon as the run is played or asked to end, in this order.
 
     Returns:
         The status, as of `audit`.
     """
     async with run_on_broker(folder, environ) as (log, started):
-        ended = await end_of(log, started)
+        ended, requested = await end_of(log, started), None
         if ended is None:
             await _change(cluster, workloads, is_released=False)
             console.print(f"waiting until run {folder.run} is played", highlight=False)
-            await wait_until_played(log, started)
+            requested = await played_or_asked(log, started)
+        if requested is not None:
+            _say(console, asked_text(requested))
+        elif ended is None:
             await asyncio.sleep(TOLD_S)  # Agents outside ask within this whether it is over.
         await _change(cluster, workloads, is_released=True)
-        at_ms = ended.ended_ms if ended else now_ms()
-        result, follower = await audit_run(log, started, reason="completed", now_ms=at_ms)
+        if requested is not None and workloads:
+            await wait_until_left(kafka_connection(environ), folder.run)
+        end = ended or _end(folder.run, requested)
+        result, follower = await audit_run(log, started, reason=end.reason, now_ms=end.ended_ms)
         if ended is None:
-            written = EndedRun(
-                run=folder.run, reason="completed", ended_ms=at_ms, results=result_values(result)
-            )
-            await write_end(kafka_connection(environ), written)
+            end = msgspec.structs.replace(end, results=result_values(result))
+            await write_end(kafka_connection(environ), end)
+        at_ms = end.ended_ms
     leave_report(result, follower.view.state(now_ms=at_ms), console, folder=to)
     return exit_status.OK if all(result.guarantees.values()) else exit_status.FAILED
+
+
+async def played_or_asked(
+    log: Log, started: StartedRun, *, look_every_s: float = LOOK_EVERY_S
+) -> RequestedEnd | None:
+    """Wait until the run is played; returns the request if somebody asks for its end before."""
+    playing = asyncio.ensure_future(wait_until_played(log, started, look_every_s=look_every_s))
+    asked = asyncio.ensure_future(end_requested(log, started))
+    try:
+        await asyncio.wait([playing, asked], return_when=asyncio.FIRST_COMPLETED)
+        if not playing.done():
+            return asked.result()
+        playing.result()
+        return None
+    finally:
+        playing.cancel()
+        asked.cancel()
+        await asyncio.gather(playing, asked, return_exceptions=True)
+
+
+def _end(run: str, requested: RequestedEnd | None) -> EndedRun:
+    """The end of a run that was played, or that somebody asked for."""
+    if requested is None:
+        return EndedRun(run=run, reason="completed", ended_ms=now_ms())
+    return EndedRun(run=run, reason="interrupted", ended_ms=now_ms(), detail=asked_text(requested))
+
+
+async def wait_until_left(
+    connection: KafkaConnection, run: str, *, left_s_max: float = LEFT_S_MAX
+) -> None:
+    """Return once no service but the console is a member of a consumer group of the run.
+
+    So the run's last record comes after what its services still wrote.
+
+    Args:
+        connection: To the run's broker.
+        run: Id of the run.
+        left_s_max: It also returns after this time: a service that hangs is the cluster's to end.
+    """
+    deadline_s = time.monotonic() + left_s_max
+    stays = in_run("console-", run=run)
+    async with kafka_removal(connection) as removal:
+        while time.monotonic() < deadline_s:
+            joined = (await removal.find(run)).joined
+            if all(group.startswith(stays) for group in joined):
+                return
+            await asyncio.sleep(LOOK_EVERY_S)
 
 
 async def wait_until_played(
@@ -176,3 +236,7 @@ async def _change(
                 if not left:
                     raise
                 await asyncio.sleep(LOOK_EVERY_S)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

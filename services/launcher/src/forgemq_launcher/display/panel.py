@@ -9,7 +9,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from forgemq_launcher.upkeep.supervisor import ServiceStatus
 from forgemq_run_view.state import EvaluationPoint, QueueState, RunState, WindowPosition
 
 _BARS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"  # blocks of rising height
@@ -29,13 +28,21 @@ _CURVE_POINTS_MAX = 40
 """The newest ones: with label and numbers they fill a line of 80 columns."""
 
 
+class ShownService(Struct, frozen=True, kw_only=True):
+    """A service as a dot and its name; `detail` follows the name."""
+
+    name: str
+    is_up: bool
+    detail: str = ""
+
+
 class PanelView(Struct, frozen=True, kw_only=True):
-    """What the panel shows that is not on the log: processes, addresses, the newest lines."""
+    """What the panel shows beside a run's state: services, the newest lines, and its lower edge."""
 
     engine_status: str
     is_engine_up: bool
-    services: tuple[ServiceStatus, ...]
-    console_url: str
+    services: tuple[ShownService, ...]
+    footer: str
     events: tuple[str, ...]
 
 
@@ -50,7 +57,7 @@ def panel(state: RunState, shown: PanelView) -> RenderableType:
     return Panel(
         Group(table, Text(), events),
         title=f"[bold]ForgeMQ[/] {state.run}",
-        subtitle=f"{shown.console_url}   Ctrl-C stops, RESUME={state.run} continues",
+        subtitle=shown.footer,
         border_style="cyan",
     )
 
@@ -237,10 +244,9 @@ def _engines(state: RunState, shown: PanelView) -> str:
     return lanes or shown.engine_status
 
 
-def _services(services: Sequence[ServiceStatus]) -> Text:
+def _services(services: Sequence[ShownService]) -> Text:
     text = Text()
     for each in services:
-        restarts = f"({each.restarts})" if each.restarts else ""
-        text.append(_DOT, style="red" if each.pid is None else "green")
-        text.append(f"{each.name}{restarts}  ")
+        text.append(_DOT, style="green" if each.is_up else "red")
+        text.append(f"{each.name}{each.detail}  ")
     return text

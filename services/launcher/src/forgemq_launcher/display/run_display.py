@@ -19,7 +19,7 @@ class RunDisplay:
 
     Args:
         screen: An open one shows the panel.
-        curves: Grow by a line a step; closed at the end of `show`.
+        curves: Grow by a line a step; closed at the end of `show`. None: nothing is written.
         state: The run as it is at this moment.
         panel_view: What the panel shows besides.
     """
@@ -28,7 +28,7 @@ class RunDisplay:
         self,
         screen: Screen,
         *,
-        curves: CurveWriter,
+        curves: CurveWriter | None,
         state: Callable[[], RunState],
         panel_view: Callable[[], PanelView],
     ) -> None:
@@ -46,9 +46,11 @@ class RunDisplay:
                 for text in headlines(before, state):
                     self._screen.say(text)
                 self._screen.show(state, self._panel_view())
-                self._curves.write(state)
+                if self._curves is not None:
+                    self._curves.write(state)
                 before = state
                 await asyncio.sleep(SHOW_EVERY_S)
         finally:
-            with contextlib.closing(self._curves):
-                self._curves.write(self._state())
+            if self._curves is not None:
+                with contextlib.closing(self._curves):
+                    self._curves.write(self._state())

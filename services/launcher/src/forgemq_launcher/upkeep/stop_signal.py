@@ -1,10 +1,11 @@
-"""Ctrl-C and its relatives: the first signal stops the run in order, the second one kills."""
+"""What stops a run in order: Ctrl-C and its relatives, or a request; another signal kills."""
 
 import asyncio
 import signal
 import time
 from collections.abc import Callable
 
+from forgemq_contracts.requested_end import RequestedEnd
 from forgemq_launcher.upkeep.supervisor import Note
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -14,7 +15,10 @@ apart. A person who presses it again to kill has read the first answer and takes
 
 
 class StopSignal:
-    """Lifecycle: `listen` once inside the event loop; `event` is set by the first signal."""
+    """Lifecycle: `listen` once inside the event loop.
+
+    `event` is set by the first signal, or by a request, which `requested` then holds.
+    """
 
     def __init__(
         self,
@@ -24,6 +28,7 @@ class StopSignal:
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.event = asyncio.Event()
+        self.requested: RequestedEnd | None = None
         self._kill = kill
         self._note = note
         self._clock_s = clock_s
@@ -34,6 +39,14 @@ class StopSignal:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._take_signal)
+
+    def take_request(self, requested: RequestedEnd) -> None:
+        """Stop in order because somebody asked for it; without effect once the run stops."""
+        if not self.event.is_set():
+            self.requested = requested
+            self.event.set()
+            self._came_s = self._clock_s()
+            self._note(f"{asked_text(requested)}; stopping everything, Ctrl-C kills")
 
     async def wait_unless(self, ended: asyncio.Event) -> None:
         """Return at the first signal, or once `ended` is set."""
@@ -50,3 +63,9 @@ class StopSignal:
             self._note("stopping everything; Ctrl-C again kills")
         elif self._clock_s() - self._came_s >= ECHO_S:
             self._kill()
+
+
+def asked_text(requested: RequestedEnd) -> str:
+    """That somebody asked for the end, and why if the asker said so."""
+    why = f": {requested.detail}" if requested.detail else ""
+    return f"asked to end by `forgemq stop`{why}"

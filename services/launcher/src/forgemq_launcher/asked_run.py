@@ -1,0 +1,104 @@
+"""Which run the arguments of `forgemq` mean: a folder by its id, or a file with overrides."""
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from forgemq_contracts.run import RunConfiguration
+from forgemq_launcher.core.configuration import (
+    ConfigurationError,
+    Document,
+    changed,
+    configuration,
+    document,
+    name_of,
+    names_budget,
+    next_run,
+)
+from forgemq_launcher.model_folder import check_draft_folder, check_model_folder
+from forgemq_launcher.placement import device_of, with_budget
+from forgemq_launcher.run_folder import RunFolder, RunFolderError, names_taken
+from forgemq_launcher.user_code import check_user_code
+
+RUN_ID = r"[a-z0-9-]{1,40}"
+
+
+def folder_named(run: str, *, runs: Path) -> RunFolder:
+    """The folder of a run that the arguments name; a path is no run id."""
+    if not re.fullmatch(RUN_ID, run):
+        raise RunFolderError(f"run: an id has up to 40 of a-z, 0-9 and -, got {run!r}")
+    return RunFolder(runs / run)
+
+
+def folder_of_run(
+    options: argparse.Namespace, *, runs: Path, environ: Mapping[str, str]
+) -> tuple[RunFolder, RunConfiguration]:
+    """The folder of the run that the arguments ask for; made if the run is new."""
+    if options.resume:
+        folder = folder_named(options.resume, runs=runs)
+        folder.check_resumable()
+        made = changed(folder.configuration(), options.overrides, folder=Path.cwd())
+        check_paths(made, source=f"run {folder.run}")
+        return folder, made
+    made = resolved(options, taken=names_taken(runs))
+    check_paths(made, source=str(options.file))
+    if not names_budget(document(options.file.read_text(), overrides=options.overrides)):
+        made = with_budget(made, environ, device=device_of(made, environ))
+    folder = RunFolder(runs / made.run)
+    folder.make(made)
+    return folder, made
+
+
+def resolved(
+    options: argparse.Namespace, *, taken: Sequence[str], run: str = ""
+) -> RunConfiguration:
+    """The configuration in the file, overridden and checked.
+
+    Args:
+        options: Name the file and the overrides; `run=ID` among them is the run's id.
+        taken: Ids that a new run must not get.
+        run: The run's id unless an override says it; "" for the file's name and the next number.
+    """
+    overrides = [f'run="{run}"'] if run else []
+    values = document_of(options, first=overrides)
+    name = name_of(values, default=options.file.resolve().parent.name)
+    is_named = names_run([*overrides, *options.overrides])
+    made_id = name if is_named else next_run(name, taken=taken)
+    return configured(values, options, run=made_id)
+
+
+def document_of(options: argparse.Namespace, *, first: Sequence[str] = ()) -> Document:
+    """The file that the arguments name, with these overrides and theirs."""
+    path: Path = options.file
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path}: not a TOML file: {error}") from error
+    return document(text, overrides=[*first, *options.overrides])
+
+
+def configured(values: Document, options: argparse.Namespace, *, run: str) -> RunConfiguration:
+    """The configuration in these values of the file; a refusal names the file."""
+    try:
+        return configuration(values, run=run, folder=Path.cwd())
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{options.file}: {error}") from error
+
+
+def names_run(overrides: Sequence[str]) -> bool:
+    """Whether one of the overrides is the run's id."""
+    return any(each.partition("=")[0].strip() == "run" for each in overrides)
+
+
+def check_paths(made: RunConfiguration, *, source: str) -> None:
+    """Refuse a model or code that is not on this machine, before it is written down anywhere."""
+    try:
+        check_model_folder(Path(made.model.path))
+        if made.speculation is not None:
+            check_draft_folder(made.speculation, model=Path(made.model.path))
+        check_user_code(made)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{source}: {error}") from error
