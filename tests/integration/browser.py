@@ -83,11 +83,11 @@ class Tab:
 
     async def text(self, selector: str) -> str:
         """What the first element that matches shows; "" if there is none."""
-        return str(await self._value(f"document.querySelector({selector!r})?.textContent ?? ''"))
+        return str(await self.value(f"document.querySelector({selector!r})?.textContent ?? ''"))
 
     async def class_name(self, selector: str) -> str:
         """Classes of the first element that matches; "" if there is none."""
-        return str(await self._value(f"document.querySelector({selector!r})?.className ?? ''"))
+        return str(await self.value(f"document.querySelector({selector!r})?.className ?? ''"))
 
     async def click(self, selector: str, *, with_text: str) -> None:
         """Click the first element with this text, once there is one."""
@@ -95,9 +95,25 @@ class Tab:
         chosen = f"{found}.find((each) => each.textContent === {with_text!r})"
         click = f"(() => {{ const e = {chosen}; e?.click(); return Boolean(e); }})()"
         deadline_s = time.monotonic() + SHOWN_TIMEOUT_S
-        while not await self._value(click):
+        while not await self.value(click):
             assert time.monotonic() < deadline_s, f"no {selector} shows {with_text!r}"
             await asyncio.sleep(LOOK_EVERY_S)
+
+    async def press(self, selector: str) -> None:
+        """Click the first element that matches, once there is one and it can be used."""
+        press = (
+            f"(() => {{ const e = document.querySelector({selector!r}); "
+            "if (!e || e.disabled) return false; e.click(); return true; })()"
+        )
+        deadline_s = time.monotonic() + SHOWN_TIMEOUT_S
+        while not await self.value(press):
+            assert time.monotonic() < deadline_s, f"{selector} cannot be pressed"
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def texts(self, selector: str) -> list[str]:
+        """What every element that matches shows."""
+        found = f"[...document.querySelectorAll({selector!r})].map((each) => each.textContent)"
+        return list(await self.value(found))
 
     async def text_with(self, selector: str, part: str) -> str:
         """The text of an element as soon as it has this part."""
@@ -108,7 +124,8 @@ class Tab:
             shown = await self.text(selector)
         return shown
 
-    async def _value(self, expression: str) -> Any:
+    async def value(self, expression: str) -> Any:
+        """What an expression in the page gives, as data."""
         self._calls += 1
         request = {"expression": expression, "returnByValue": True}
         await self._socket.send_json(

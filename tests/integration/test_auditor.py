@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from forgemq_audit import run_report
 from forgemq_auditor.blob_sweep import places_of_run
 from forgemq_bus.blobs import BlobStore, blob_name
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
@@ -27,7 +28,6 @@ from forgemq_contracts.topics import (
     decode,
     needed_group,
 )
-from forgemq_launcher.records import run_audit
 from forgemq_launcher.records.run_topics import create_topics, write_start
 from tests.integration.synthetic_log import write
 from tests.unit.run_view.synthetic import SyntheticRun, started
@@ -142,7 +142,7 @@ async def test_blobs_of_trimmed_records_vanish_and_the_audit_still_holds(
 
         await until(all_swept, timeout_s=max(0.0, left_s) + 60)
         assert await run.audited() == {f"g-{number}": 4 for number in range(4)}
-        result, _ = await run_audit.audit_run(
+        result, _ = await run_report.audit_run(
             run.log, run.started, reason="completed", now_ms=2**41
         )
         assert result.guarantees == dict.fromkeys(("G1", "G2", "G3", "G4", "G5"), True)

@@ -3,6 +3,9 @@
 import asyncio
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import msgspec
@@ -148,6 +151,9 @@ def test_a_run_that_another_machine_started_is_looked_at_from_its_log_and_blobs_
     status, printed = look("inspect", run_id, "g-2")
     assert (status, "20:-0.250 30:-0.500 2:-0.125" in printed) == (0, True)
     assert look("dlq", run_id) == (0, "no dead letters\n")
+    status, printed = look("runs")
+    (row,) = [line for line in printed.splitlines() if run_id in line]
+    assert (status, "completed" in row, "?/3" in row) == (0, True, True)
     assert look("report", run_id, "--to", str(empty / "report"))[0] == 0
     report = json.loads((empty / "report" / "report.json").read_text())
     assert (report["run"], report["steps"], report["reason"]) == (run_id, 3, "completed")
@@ -264,3 +270,46 @@ def test_a_run_that_is_played_is_ended_once_and_reported_each_time(
     report = json.loads((tmp_path / "report" / "report.json").read_bytes())
     assert (report["run"], report["reason"], report["steps"]) == (run_id, "completed", 3)
     assert len((tmp_path / "report" / "curves.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_run_that_is_over_is_shown_by_its_last_line_and_the_status_it_ended_with(
+    put, tool, run_id
+):
+    put()
+    status, printed = tool("watch", run_id)
+    assert (status, "step 3/3 success" in printed) == (0, True), printed
+    assert f"run {run_id} is completed" in printed
+    assert tool("stop", run_id) == (0, f"run {run_id} is over: completed\n")
+    refusal = f"forgemq: run {run_id} is completed: there is nothing left to play\n"
+    assert tool("resume", run_id) == (2, refusal)
+
+
+def test_a_run_without_a_launcher_that_is_asked_to_end_is_ended_and_reported_as_interrupted(
+    put, tool, run_id, kafka_bootstrap, tmp_path
+):
+    """Its newest start has one step to train; `forgemq end` waits in a process of its own."""
+    put()
+    blobs, begun = str(tmp_path / "blobs"), started(run=run_id, steps=4)
+    begun = msgspec.structs.replace(begun, blobs=blobs, started_ms=70_000)
+    asyncio.run(write_start(KafkaConnection(bootstrap=kafka_bootstrap), begun))
+    ending = subprocess.Popen(
+        [sys.executable, "-m", "forgemq_launcher", "end", run_id, "--to", str(tmp_path / "report")],
+        env={**os.environ, "FORGEMQ_KAFKA": kafka_bootstrap, "FORGEMQ_BLOBS": blobs},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert ending.stdout.readline() == f"waiting until run {run_id} is played\n"
+        stopped = tool("stop", run_id, "--reason", "enough")
+        printed, _ = ending.communicate(timeout=60)
+    finally:
+        ending.kill()
+    assert stopped == (0, f"run {run_id} is asked to end\nrun {run_id} has ended: interrupted\n")
+    assert (ending.returncode, "asked to end by `forgemq stop`: enough" in printed) == (0, True)
+    report = json.loads((tmp_path / "report" / "report.json").read_bytes())
+    assert (report["run"], report["reason"], report["steps"]) == (run_id, "interrupted", 3)
+    assert tool("watch", run_id)[0] == 130
+    resumed = f"run {run_id} is announced again, behind step 2: start its services\n"
+    assert tool("resume", run_id) == (0, resumed)
+    assert "has not ended within 0.1 s" in tool("stop", run_id, "--timeout", "0.1")[1]
+    assert "has not ended: start its services" in tool("resume", run_id)[1]

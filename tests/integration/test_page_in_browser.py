@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 import uvicorn
+from fastapi import FastAPI
 
 from forgemq_bus.errors import LogError
 from forgemq_console.app import serve
@@ -20,6 +21,8 @@ from forgemq_run_view.forks import MEANINGS
 from forgemq_run_view.stall import CONFIRMED_AFTER_MS
 from forgemq_run_view.view import RunView
 from tests.integration.browser import Browser
+from tests.unit.console.test_runs import Runs
+from tests.unit.console.test_runs import broker as broker
 from tests.unit.run_view import live_run
 from tests.unit.run_view.imported import imports
 from tests.unit.run_view.live_run import LiveRun
@@ -64,7 +67,13 @@ async def console(
         of_group = [m for m in run.messages if getattr(m.record, "group_id", "") == group_id]
         return group_view(group_id, of_group, episode_id=episode_id, token_text=str, episodes_max=8)
 
-    app = web(view, clock_ms=lambda: now_ms, read_group=read_group)
+    async with served(web(view, clock_ms=lambda: now_ms, read_group=read_group)) as url:
+        yield url
+
+
+@asynccontextmanager
+async def served(app: FastAPI) -> AsyncIterator[str]:
+    """An application on a port of this machine; its address."""
     stop = asyncio.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_config=None))
@@ -159,3 +168,53 @@ async def test_imports_have_a_row_of_their_own_and_are_shown_by_their_messages(b
         assert "2 + 2?" in await page.text_with("#trajectory", "user (imported)")
         assert "total 1" in await page.text("#trajectory .hint")
         assert await page.text("#trajectory-name") == "i-0.0.0"
+
+
+async def test_two_runs_of_the_list_are_compared_over_the_same_axes_with_both_reports(
+    browser, broker: Runs
+):
+    async with served(broker.application()) as url, browser.tab(f"{url}runs/") as page:
+        await page.text_with("#runs", "first")
+        assert await page.texts("#runs a") == ["second", "first"]
+        assert await page.value("document.querySelector('#compare').disabled")
+        for run in ("first", "second"):
+            await page.press(f"#runs input[value={run}]")
+        await page.press("#compare")
+        await page.text_with("#figures", "G5")
+        assert await page.text("#run") == "first and second"
+        assert await page.texts("#figures th") == ["", "first", "second"]
+        cells = await page.texts("#figures td")
+        rows = {cells[at]: tuple(cells[at + 1 : at + 3]) for at in range(0, len(cells), 3)}
+        traces = (
+            "document.querySelector('#chart-{}').data.map((each) => [each.name, each.x, each.y])"
+        )
+        saving = await page.value(traces.format("saving"))
+        success = await page.value(traces.format("success"))
+        rate = await page.value(traces.format("rate"))
+        legend = await page.texts("#chart-staleness .legendtext")
+    assert rows["end"] == ("completed", "no end yet")
+    assert rows["steps"] == ("3", "2")
+    assert rows["tree saving, per request"] == ("3.00x", "3.00x")
+    assert rows["G1"] == ("held", "held")
+    assert saving == [["first", [0, 1, 2], [3, 3, 3]], ["second", [0, 1], [3, 3]]]
+    assert success[:2] == [["first", [0, 1, 2], [0.5, 1, 1]], ["second", [0, 1], [0.5, 1]]]
+    assert [name for name, *_ in rate] == legend == ["first", "second"]
+
+
+async def test_a_run_that_is_over_is_opened_again_from_the_list_and_its_groups_are_read(
+    browser, broker: Runs
+):
+    async with served(broker.application()) as url, browser.tab(f"{url}runs/") as page:
+        await page.click("#runs a", with_text="first")
+        await page.text_with("#phase", "completed")
+        assert await page.text("#elapsed") == "0:01:00"
+        await page.click("#groups td", with_text="g-5")
+        assert "advantage +0.3" in await page.text_with("#trajectory", "advantage")
+        await page.press("#all-runs")
+        await page.text_with("#runs", "second")
+
+
+async def test_a_run_that_was_deleted_says_so_in_place_of_its_page(browser, broker: Runs):
+    async with served(broker.application()) as url, browser.tab(f"{url}runs/deleted/") as page:
+        refusal = "run deleted has no topics that this console may read"
+        assert await page.text_with("#connection", "deleted") == refusal

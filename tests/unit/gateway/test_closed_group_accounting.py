@@ -12,12 +12,12 @@ import pytest
 import forgemq_merger.app
 import forgemq_reward.app
 import forgemq_scheduler.app
+from forgemq_audit.run_report import audit_run
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.run import RunConfiguration, StartedRun, Trainer
 from forgemq_contracts.steps import TrainedStep
-from forgemq_launcher.records.run_audit import audit_run
 from forgemq_shell.service import Context
 from forgemq_telemetry import Telemetry
 from tests.unit.gateway.scripted_lane import wall_ms

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from forgemq_audit import run_report
 from forgemq_bus.log import Emit
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.groups import MergedGroup, RetiredGroup
@@ -29,7 +30,6 @@ from forgemq_launcher.display.headlines import headlines
 from forgemq_launcher.display.panel import PanelView, ShownService, line, panel
 from forgemq_launcher.display.report_files import table, write_report
 from forgemq_launcher.display.screen import Screen
-from forgemq_launcher.records import run_audit
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.records.run_topics import create_topics, last_trained_step
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
@@ -69,7 +69,7 @@ def end(at_ms: int) -> Output:
 async def test_a_completed_run_is_reported_with_every_guarantee_held(tmp_path):
     run = SyntheticRun().play(steps=3)
     log = await log_of(run, start(1_000))
-    result, follower = await run_audit.audit_run(log, started(), reason="completed", now_ms=61_000)
+    result, follower = await run_report.audit_run(log, started(), reason="completed", now_ms=61_000)
     assert result.guarantees == dict.fromkeys(("G1", "G2", "G3", "G4", "G5"), True)
     assert (result.steps, result.samples, result.groups_retired) == (3, 24, {"trained": 6})
     assert (result.merge_ratio_per_request, result.merge_ratio_append) == (3.0, 1.5)
@@ -87,7 +87,7 @@ async def test_the_report_of_a_run_with_a_broken_guarantee_says_which_and_why():
     run = SyntheticRun().play(steps=3)
     run.messages = [m for m in run.messages if m.topic != RETIRED_GROUPS.name]
     log = await log_of(run)
-    result, _ = await run_audit.audit_run(log, started(), reason="completed", now_ms=2_000)
+    result, _ = await run_report.audit_run(log, started(), reason="completed", now_ms=2_000)
     assert not result.guarantees["G1"]
     console = Console(file=io.StringIO(), width=120)
     console.print(table(result))
@@ -99,7 +99,7 @@ async def test_the_report_of_a_run_with_a_broken_guarantee_says_which_and_why():
 async def test_the_attention_ratio_is_pairs_of_single_requests_over_pairs_of_trees():
     run = SyntheticRun().play(steps=1)
     log = await log_of(run)
-    result, _ = await run_audit.audit_run(log, started(steps=1), reason="completed", now_ms=2_000)
+    result, _ = await run_report.audit_run(log, started(steps=1), reason="completed", now_ms=2_000)
     # Each episode has requests of 6 and 10 tokens: 21 + 55 pairs; the metrics say 5,000 pairs.
     assert result.merge_ratio_attention == pytest.approx(2 * 2 * (21 + 55) / 5_000)
 
@@ -114,7 +114,7 @@ async def test_the_attention_ratio_is_pairs_of_single_requests_over_pairs_of_tre
 )
 async def test_time_counts_while_the_run_is_up(events, now_ms, expected_s):
     log = await log_of(SyntheticRun(), *events)
-    assert await run_audit.up_s(log, configuration(), now_ms=now_ms) == expected_s
+    assert await run_report.up_s(log, configuration(), now_ms=now_ms) == expected_s
 
 
 async def test_records_that_do_not_decode_are_skipped():

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forgemq_audit import run_report
+from forgemq_audit.run_reader import RunReader
 from forgemq_bus.log import Isolation, Log, Place, Reader
 from forgemq_bus.memory import MemoryLog
-from forgemq_launcher.records import run_audit
-from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.records.run_topics import create_topics
 from tests.unit.auditor.test_group_audit import audit_once, trim, write
 from tests.unit.run_view.synthetic import SyntheticRun, configuration, started
@@ -81,7 +81,7 @@ async def test_a_step_trained_while_the_audit_reads_does_not_break_a_guarantee()
                         await trim(log)
 
             live = LogOfLiveRun(log, go_on)
-            result, _ = await run_audit.audit_run(live, started(), reason="", now_ms=61_000)
+            result, _ = await run_report.audit_run(live, started(), reason="", now_ms=61_000)
             assert result.guarantees == HELD, (moment, is_trimmed)
             assert result.steps in (1, 2)
 
@@ -101,7 +101,7 @@ async def test_catching_up_takes_nothing_in_that_comes_after_it_began():
             await write(log, left.pop())
 
     live = LogOfLiveRun(log, go_on_once_the_ends_are_known)
-    follower = Follower(live, started())
+    follower = RunReader(live, started())
     await follower.catch_up()
     assert left == []
     assert follower.ledger.trained_group_ids() == ("g-0", "g-1")
@@ -131,5 +131,5 @@ async def test_records_audits_and_trimming_between_any_two_calls_break_no_guaran
     for _ in range(random.randint(1, 12)):
         await go_on()
     live = LogOfLiveRun(log, go_on)
-    result, _ = await run_audit.audit_run(live, started(), reason="", now_ms=61_000)
+    result, _ = await run_report.audit_run(live, started(), reason="", now_ms=61_000)
     assert result.guarantees == HELD

@@ -1,7 +1,7 @@
 """A run whose bulk topics are trimmed is reported as one that keeps everything."""
 
+from forgemq_audit import run_report
 from forgemq_bus.memory import MemoryLog
-from forgemq_launcher.records import run_audit
 from forgemq_launcher.records.run_topics import create_topics
 from tests.unit.auditor.test_group_audit import (
     TRIMMED,
@@ -40,7 +40,7 @@ async def test_the_report_of_a_trimmed_run_is_that_of_a_run_kept_whole():
             if audits:
                 await audit_once(log)
                 await trim(log)
-        result, _ = await run_audit.audit_run(log, started(), reason="completed", now_ms=61_000)
+        result, _ = await run_report.audit_run(log, started(), reason="completed", now_ms=61_000)
         reports.append((result, await kept_ids(log)))
     (whole, everything), *trimmed = reports
     assert len(everything) == 6
@@ -56,5 +56,5 @@ async def test_a_trained_group_that_nobody_compared_before_it_was_deleted_is_unk
     await write(log, run.messages)
     ends = await log.end_positions(places_of(*TRIMMED))
     await log.trim(ends)
-    result, _ = await run_audit.audit_run(log, started(), reason="completed", now_ms=61_000)
+    result, _ = await run_report.audit_run(log, started(), reason="completed", now_ms=61_000)
     assert [name for name, holds in result.guarantees.items() if not holds] == ["G2", "G3", "G4"]

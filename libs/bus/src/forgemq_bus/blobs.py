@@ -59,6 +59,7 @@ class BlobStore:
         self._filesystem, root = fsspec.core.url_to_fs(uri)
         self._root = PurePosixPath(root, "values", run)
         self._is_local = "file" in self._filesystem.protocol
+        self._errors = _errors_of(self._filesystem)
         self._clock_s = clock_s or _wall_clock_s
         self.uri = uri.rstrip("/")
         self._uri = f"{self.uri}/values/{run}"
@@ -138,7 +139,7 @@ class BlobStore:
                 _write_local(Path(path), data)
             else:
                 self._filesystem.pipe_file(path, data)
-        except OSError as error:
+        except self._errors as error:
             raise BlobError(f"cannot write {path}: {error}") from error
         uri = f"{self._uri}/{minute}/{sha256}"
         return BlobReference(uri=uri, sha256=sha256, size_bytes=len(data))
@@ -150,7 +151,7 @@ class BlobStore:
         except FileNotFoundError as error:
             self._check_there()
             raise LostBlobError(f"cannot read {path}: {error}") from error
-        except OSError as error:
+        except self._errors as error:
             raise BlobError(f"cannot read {path}: {error}") from error
         found = hashlib.sha256(data).hexdigest()
         if found != reference.sha256:
@@ -166,7 +167,7 @@ class BlobStore:
         path = self._root if self._is_local else PurePosixPath(self._root.parts[0])
         try:
             is_there = self._filesystem.exists(str(path))
-        except OSError as error:
+        except self._errors as error:
             raise BlobError(f"cannot look for {path}: {error}") from error
         if not is_there:
             raise BlobError(f"{path} does not exist: is the blob store of the run mounted?")
@@ -178,7 +179,7 @@ class BlobStore:
             files = self._filesystem.ls(str(folder), detail=True)
         except FileNotFoundError:
             return []
-        except OSError as error:
+        except self._errors as error:
             raise BlobError(f"cannot list {folder}: {error}") from error
         return [BlobFile(PurePosixPath(f["name"]).name, int(f["size"] or 0)) for f in files]
 
@@ -191,7 +192,7 @@ class BlobStore:
                 Path(folder).rmdir()
         except FileNotFoundError:
             return  # Another process of the run deletes the same.
-        except OSError as error:
+        except self._errors as error:
             raise BlobError(f"cannot delete from {folder}: {error}") from error
 
     def _delete_all(self) -> int:
@@ -203,7 +204,7 @@ class BlobStore:
                 if self._filesystem.exists(folder):
                     size_bytes += self._filesystem.du(folder)
                     self._filesystem.rm(folder, recursive=True)
-            except OSError as error:
+            except self._errors as error:
                 raise BlobError(f"cannot delete {folder}: {error}") from error
         return size_bytes
 
@@ -227,6 +228,16 @@ def blob_name(reference: BlobReference) -> str:
     if not _MINUTE_NAME.fullmatch(path.parent.name) or path.name != reference.sha256:
         raise LostBlobError(f"{reference.uri} names no blob")
     return f"{path.parent.name}/{path.name}"
+
+
+def _errors_of(filesystem: fsspec.AbstractFileSystem) -> tuple[type[Exception], ...]:
+    """What this kind of store raises if it refuses, or does not answer."""
+    if "s3" not in filesystem.protocol:
+        return (OSError,)
+    # Of s3fs's own client, which is there if such a store is: no sign-in, or no connection.
+    from botocore.exceptions import BotoCoreError
+
+    return (OSError, BotoCoreError)
 
 
 def _wall_clock_s() -> float:

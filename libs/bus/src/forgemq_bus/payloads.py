@@ -19,6 +19,8 @@ from forgemq_contracts.fields import BlobReference
 
 BLOB_HEADER = "blob"
 CODEC_HEADER = "blob-codec"
+BLOB_HEADERS = (BLOB_HEADER, CODEC_HEADER)
+"""Headers of a record whose value lies in the blob store."""
 ZSTD = b"zstd"
 ZSTD_LEVEL = 1  # A long message history: 8 ms, to a fifth of its size; level 3 gains 2 % more.
 BLOBS_AT_ONCE_MAX = 8  # Of one read or commit: bounds its memory and threads.

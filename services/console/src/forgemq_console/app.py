@@ -8,15 +8,19 @@ from collections.abc import Coroutine
 from pathlib import Path
 
 import uvicorn
-from tokenizers import Tokenizer
 
-from forgemq_bus.kept_records import message_of, read_at
-from forgemq_bus.log import Log, Place
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.kafka import KafkaLog
+from forgemq_bus.kafka_runs import runs_on_broker
+from forgemq_bus.log import Log
 from forgemq_console.access import Application, ConsoleKeys, guarded
-from forgemq_console.core import GroupView, TokenText, group_view
-from forgemq_console.http import ReadGroup, web
+from forgemq_console.group_reading import group_reader, token_text_of
+from forgemq_console.http import web
+from forgemq_console.other_runs import Broker, OtherRuns
+from forgemq_console.runs_http import add_runs
 from forgemq_console.settings import ConsoleSettings
 from forgemq_console.stream import stream_app
+from forgemq_contracts.run import StartedRun
 from forgemq_contracts.topics import Topic
 from forgemq_run_view.view import TOPICS, RunView
 from forgemq_settings.environment import parse
@@ -61,7 +65,10 @@ async def show_run(context: Context, *, datadir: Path) -> None:
     hosts = [each.getsockname()[0] for each in sockets] if sockets else [settings.host]
     keys = ConsoleKeys(settings, hosts=hosts, telemetry=context.telemetry)
     certificate = certificate_of(settings)
-    application = guarded(web(view, clock_ms=now_ms, read_group=read_group), keys)
+    runs = OtherRuns(context.log, _broker(context), episodes_max=settings.episodes_shown_max)
+    page = web(view, clock_ms=now_ms, read_group=read_group)
+    add_runs(page, runs, clock_ms=now_ms)
+    application = guarded(page, keys)
     server = page_server(application, settings, certificate=certificate)
     await stream.start()
     try:
@@ -70,6 +77,18 @@ async def show_run(context: Context, *, datadir: Path) -> None:
         await serve(server, context.stop, sockets=sockets, following=following)
     finally:
         await stream.stop()
+        await runs.close()
+
+
+def _broker(context: Context) -> Broker:
+    """How the logs of other runs on the console's broker are opened."""
+    connection = kafka_connection(context.environ)
+
+    def open_log(started: StartedRun) -> Log:
+        address = context.environ.get("FORGEMQ_BLOBS") or started.blobs
+        return KafkaLog(connection, run=started.run, blobs=BlobStore(address, run=started.run))
+
+    return Broker(open_log=open_log, present=lambda: runs_on_broker(connection))
 
 
 def certificate_of(settings: ConsoleSettings) -> ServerCertificate | None:
@@ -124,28 +143,3 @@ async def serve(
         server.should_exit = True
         for each in (stopping, *beside):
             each.cancel()
-
-
-def group_reader(log: Log, view: RunView, *, token_text: TokenText, episodes_max: int) -> ReadGroup:
-    """A function that reads a group's turns and rewards at the offsets that the view knows."""
-
-    async def read_group(group_id: str, episode_id: str | None) -> GroupView:
-        places = [(Place(topic, p), at) for topic, p, at in view.record_offsets(group_id)]
-        return group_view(
-            group_id,
-            [message_of(record) for record in await read_at(log, places)],
-            episode_id=episode_id,
-            token_text=token_text,
-            episodes_max=episodes_max,
-        )
-
-    return read_group
-
-
-def token_text_of(model: Path) -> TokenText:
-    """Text of one token by the model's tokenizer; its number if the model has none."""
-    path = model / "tokenizer.json"
-    if not path.is_file():
-        return str
-    tokenizer = Tokenizer.from_file(str(path))
-    return lambda token: str(tokenizer.decode([token], skip_special_tokens=False))

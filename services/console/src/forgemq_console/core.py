@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from forgemq_contracts.fields import ForkReason
 from forgemq_contracts.messages import Message
+from forgemq_run_view.report import Report
 from forgemq_run_view.rewards import EpisodeReward, TurnReward
 from forgemq_run_view.state import RunState
 from forgemq_run_view.trajectory import CutView, ImportedMessage, TrajectoryTurn, trajectories
@@ -69,6 +70,30 @@ class GroupView(Struct, frozen=True, kw_only=True):
     group_id: str
     episode_ids: tuple[str, ...]
     episode: EpisodeView | None
+
+
+class RunRow(Struct, frozen=True, kw_only=True):
+    """One run as the list shows it."""
+
+    run: str
+    started_ms: int
+    ended: Annotated[str, Meta(description="As in RunState.")]
+    ended_ms: int | None
+    steps: Annotated[int, Meta(description="That it was to train.")]
+    seed: int
+    model: Annotated[str, Meta(description="Last part of its folder.")]
+    domains: tuple[str, ...]
+    results: Annotated[dict[str, float], Meta(description="What its last record says; by name.")]
+
+
+class ComparedRun(Struct, frozen=True, kw_only=True):
+    """One side of a comparison."""
+
+    state: RunState
+    report: Report
+    left_out: Annotated[
+        str, Meta(description="Why records in the blob store are in no number; '': all are.")
+    ]
 
 
 def bounded(state: RunState) -> RunState:

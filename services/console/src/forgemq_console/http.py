@@ -1,7 +1,7 @@
 """The page and its data over HTTP, described at /api/openapi.json."""
 
 import gzip
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from importlib import resources
 from typing import Annotated, TypeAlias
 
@@ -10,16 +10,22 @@ from fastapi import FastAPI, Path, Query, Request, Response
 from plotly.offline import get_plotlyjs
 
 from forgemq_console.core import GroupView, bounded
+from forgemq_console.group_reading import ReadGroup
 from forgemq_console.openapi import EPISODE_PATTERN, GROUP_PATTERN, Groups, document, json_of, text
 from forgemq_run_view.state import RunState
 from forgemq_run_view.view import RunView
 
 GROUP_ROWS_MAX = 300
 """What a person scrolls through; older groups are found by their address."""
+ASSETS = (
+    *("charts.js", "compare.js", "console.css", "console.js", "elements.js", "runs.js"),
+    "trajectory.js",
+)
+"""What the pages load besides Plotly."""
+_MEDIA_TYPES = {"css": "text/css", "html": "text/html", "js": "text/javascript"}
 ONE_YEAR = "public, max-age=31536000, immutable"
 """Plotly's script changes with its version alone, and a browser need not ask for it again."""
 
-ReadGroup: TypeAlias = Callable[[str, str | None], Awaitable[GroupView]]
 GroupInPath: TypeAlias = Annotated[str, Path(pattern=GROUP_PATTERN, description="Id of a group.")]
 EpisodeInQuery: TypeAlias = Annotated[
     str | None, Query(pattern=EPISODE_PATTERN, description="The one to send in full.")
@@ -41,7 +47,7 @@ def web(view: RunView, *, clock_ms: Callable[[], int], read_group: ReadGroup) ->
 
     @app.get("/api/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
-        return _json(document(app))
+        return as_json(document(app))
 
     return app
 
@@ -57,12 +63,12 @@ def _add_data(
     @app.get("/api/state", response_class=Response, responses={200: json_of(RunState)})
     async def state() -> Response:
         """Give the live state of the run, each curve with at most 600 points."""
-        return _json(bounded(view.state(now_ms=clock_ms())))
+        return as_json(bounded(view.state(now_ms=shown_ms(view, clock_ms))))
 
     @app.get("/api/groups", response_class=Response, responses={200: json_of(Groups)})
     async def groups() -> Response:
         """List the 300 groups that records named last, newest first."""
-        return _json(view.rows(rows_max=GROUP_ROWS_MAX))
+        return as_json(view.rows(rows_max=GROUP_ROWS_MAX))
 
     @app.get(
         "/api/groups/{group_id}",
@@ -73,7 +79,7 @@ def _add_data(
         """List the episodes of a group and give one in full: the one asked for, else the first."""
         if not view.knows(group_id):
             return Response("no such group\n", status_code=404, media_type="text/plain")
-        return _json(await read_group(group_id, episode))
+        return as_json(await read_group(group_id, episode))
 
 
 def _add_page(app: FastAPI) -> None:
@@ -81,22 +87,28 @@ def _add_page(app: FastAPI) -> None:
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        return _asset("index.html", "text/html")
+        return asset("index.html")
 
     @app.get("/console.css", include_in_schema=False)
     async def style() -> Response:
-        return _asset("console.css", "text/css")
+        return asset("console.css")
 
     @app.get("/{name}.js", include_in_schema=False)
     async def script(name: str, request: Request) -> Response:
         if name == "plotly":
             return _plotly(plotly, request)
-        if name in ("console", "charts", "trajectory"):
-            return _asset(f"{name}.js", "text/javascript")
+        if f"{name}.js" in ASSETS:
+            return asset(f"{name}.js")
         return Response("no such script\n", status_code=404, media_type="text/plain")
 
 
-def _json(value: object) -> Response:
+def shown_ms(view: RunView, clock_ms: Callable[[], int]) -> int:
+    """The moment that a page shows: now, or the end of a run that is over."""
+    return view.end.ended_ms if view.end else clock_ms()
+
+
+def as_json(value: object) -> Response:
+    """An answer that no cache keeps."""
     return Response(
         msgspec.json.encode(value),
         media_type="application/json",
@@ -104,7 +116,9 @@ def _json(value: object) -> Response:
     )
 
 
-def _asset(name: str, media_type: str) -> Response:
+def asset(name: str) -> Response:
+    """A file of the page."""
+    media_type = _MEDIA_TYPES[name.rpartition(".")[2]]
     content = resources.files("forgemq_console").joinpath("page", name).read_bytes()
     headers = {
         "Cache-Control": "no-cache",

@@ -11,14 +11,16 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from forgemq_console.core import GroupView
+from forgemq_console.core import ComparedRun, GroupView, RunRow
 from forgemq_contracts.fields import EpisodeId, GroupId
+from forgemq_contracts.run import RunId
 from forgemq_run_view.state import GroupRow, RunState
 
 Groups: TypeAlias = tuple[GroupRow, ...]
+Runs: TypeAlias = tuple[RunRow, ...]
 Answer: TypeAlias = dict[str, Any]
 
-_SENT = (RunState, Groups, GroupView)
+_SENT = (RunState, Groups, GroupView, Runs, ComparedRun)
 _REFERENCE = "#/components/schemas/{name}"
 
 
@@ -30,6 +32,7 @@ def _pattern(of: object) -> str:
 
 GROUP_PATTERN = _pattern(GroupId)
 EPISODE_PATTERN = _pattern(EpisodeId)
+RUN_PATTERN = _pattern(RunId)
 
 
 def document(app: FastAPI) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import faust
 import msgspec
 
 from forgemq_bus.blobs import BlobStore
+from forgemq_bus.errors import BlobError
 from forgemq_bus.kafka import KafkaConnection
 from forgemq_bus.kept_records import message_of
 from forgemq_bus.log import Record
@@ -47,7 +48,8 @@ def stream_app(
         view: The aggregate that every record is applied to.
         blobs: The run's blob store.
         datadir: Folder that Faust makes for tables; a temporary one, since there are none.
-        on_bad: Gets one line about each record that does not decode; the record is skipped.
+        on_bad: Gets one line about each record that does not decode, or whose value lies in a blob
+            store that cannot be reached; the record is skipped.
     """
     app = faust.App(
         f"{run}.console-{start_id}",
@@ -74,7 +76,7 @@ def stream_app(
             record = _record(event.message, run=run)
             try:
                 view.apply(message_of((await fetched([record], blobs=blobs))[0]))
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, BlobError) as error:
                 on_bad(f"{record.topic}/{record.partition}@{record.offset}: {error}")
 
     app.agent(source, name="run-view")(apply)

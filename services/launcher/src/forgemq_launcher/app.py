@@ -3,6 +3,7 @@
 from rich.console import Console
 
 from forgemq_audit import group_index, guarantees
+from forgemq_audit.run_report import audit_run
 from forgemq_bus.log import Log
 from forgemq_bus.partitions import partition_counts
 from forgemq_contracts.players import shortage
@@ -25,8 +26,8 @@ from forgemq_launcher.outcome import FAILURES, Outcome, watch_run
 from forgemq_launcher.records.announcement import next_start
 from forgemq_launcher.records.evaluation import evaluation_of, evaluation_values
 from forgemq_launcher.records.follower import Follower
-from forgemq_launcher.records.run_audit import audit_run, result_values
 from forgemq_launcher.records.run_log import open_run_log
+from forgemq_launcher.records.run_results import result_values
 from forgemq_launcher.records.run_topics import write_end, write_start
 from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.upkeep.run_processes import RunProcesses
@@ -168,9 +169,9 @@ class RunningRun:
 
     async def _report_open(self, log: Log, started: StartedRun, *, now_ms: int) -> None:
         """Audit and report a run that has ended with open groups."""
-        report, follower = await audit_run(log, started, reason="interrupted", now_ms=now_ms)
+        report, reader = await audit_run(log, started, reason="interrupted", now_ms=now_ms)
         folder = self._setup.folder
-        write_report(report, follower.view.state(now_ms=now_ms), folder=folder.path)
+        write_report(report, reader.view.state(now_ms=now_ms), folder=folder.path)
         self._screen.print(closing(report))
         self._screen.say(f"report: {folder / 'report.json'} and report.png")
 
@@ -178,12 +179,12 @@ class RunningRun:
         """Audit a completed run from its log, then write its end and its report."""
         self._screen.say("checking the guarantees on the log")
         ended_ms, folder = now_ms(), self._setup.folder
-        report, follower = await audit_run(log, started, reason="completed", now_ms=ended_ms)
+        report, reader = await audit_run(log, started, reason="completed", now_ms=ended_ms)
         results = result_values(report)
         ended = EndedRun(run=started.run, reason="completed", ended_ms=ended_ms, results=results)
         # First, because the report can be written again from the log: its disk may be full.
         await write_end(self._processes.connection, ended)
-        write_report(report, follower.view.state(now_ms=ended_ms), folder=folder.path)
+        write_report(report, reader.view.state(now_ms=ended_ms), folder=folder.path)
         self._screen.print(closing(report))
         self._screen.say(f"report: {folder / 'report.json'} and report.png")
         return exit_status.OK if all(report.guarantees.values()) else exit_status.FAILED

@@ -157,6 +157,13 @@ def _add_watching(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "refused.",
     )
     stop.add_argument("run", metavar="RUN")
+    resume = commands.add_parser(
+        "resume",
+        help="announce a run again that was stopped or failed, start nothing",
+        description="For a run whose services a cluster or a person keeps up, on FORGEMQ_KAFKA: "
+        "with its configuration as it is. They go on where they were once they are started.",
+    )
+    resume.add_argument("run", metavar="RUN")
     stop.add_argument("--reason", default="", metavar="TEXT", help="kept in the run's end")
     stop.add_argument(
         "--timeout",

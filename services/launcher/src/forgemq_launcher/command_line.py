@@ -14,7 +14,7 @@ import msgspec
 from rich.console import Console
 
 from forgemq_bus.broker import BrokerError
-from forgemq_bus.errors import AccessError, LogError, PartitionCountError
+from forgemq_bus.errors import AccessError, BlobError, LogError, PartitionCountError
 from forgemq_launcher import exit_status
 from forgemq_launcher.arguments import options_of
 from forgemq_launcher.asked_run import (
@@ -58,6 +58,10 @@ def run_tool(arguments: Sequence[str], *, environ: Mapping[str, str], console: C
     except (AccessError, PartitionCountError) as error:
         _print_plain(console, f"forgemq: broker: {error}")
         return exit_status.REFUSED
+    except BlobError as error:
+        _print_plain(console, f"forgemq: blobs: {error}")
+        _print_plain(console, "FORGEMQ_BLOBS names where this machine reaches the run's blobs")
+        return exit_status.REFUSED
     except (LogError, BrokerError, RunNotStartedError) as error:
         _print_plain(console, f"forgemq: broker: {error}")
         return exit_status.FAILED
@@ -92,7 +96,7 @@ def _command(
         case "new-head":
             return _new_head(options, console=console)
         case "runs":
-            return list_runs(run_folders(runs), console)
+            return asyncio.run(list_runs(run_folders(runs), environ, console))
         case "replay":
             return _replay(options, environ=environ, console=console, runs=runs)
         case "delete":
@@ -139,6 +143,10 @@ def _look(
 
             why, timeout_s = options.reason, options.timeout
             return asyncio.run(stop(folder, environ, console, detail=why, timeout_s=timeout_s))
+        case "resume":
+            from forgemq_launcher.commands.resuming import resume
+
+            return asyncio.run(resume(folder, environ, console))
         case "end":
             from forgemq_launcher.commands.ending import end
 
@@ -307,7 +315,7 @@ def _create(options: argparse.Namespace, *, environ: Mapping[str, str], console:
     blobs = creation.blobs_address(environ)
     asyncio.run(creation.wait_for_named_broker(environ, say=partial(_print_plain, console)))
     if not run and not names_run(options.overrides):
-        made = resolved(options, taken=asyncio.run(creation.announced_runs(environ)))
+        made = resolved(options, taken=asyncio.run(creation.runs_announced(environ)))
     started = asyncio.run(creation.create_run(made, environ, blobs=blobs))
     _print_plain(console, creation.next_commands(started, kafka=environ["FORGEMQ_KAFKA"]))
     return exit_status.OK

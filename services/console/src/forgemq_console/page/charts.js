@@ -18,18 +18,17 @@ function layout(axes) {
   };
 }
 
-function line(name, x, y, shade, extra = {}) {
+export function line(name, x, y, shade, extra = {}) {
   return { name, x, y, mode: x.length > 1 ? "lines" : "markers", line: { color: colour(shade), width: 2 }, ...extra };
 }
 
-function draw(id, traces, axes = {}) {
+export function draw(id, traces, axes = {}) {
   Plotly.react(id, traces, layout(axes), { displayModeBar: false, responsive: true });
 }
 
-function heldOut(state, isGreedy) {
+export function heldOut(state, isGreedy, shade = isGreedy ? "violet" : "blue") {
   const rounds = state.evaluations.filter((e) => e.is_greedy === isGreedy && e.tally.episodes);
   const name = isGreedy ? "held out, greedy" : "held out, sampled";
-  const shade = isGreedy ? "violet" : "blue";
   const symbol = isGreedy ? "square" : "circle";
   return {
     ...line(name, rounds.map((e) => e.version_max), rounds.map((e) => e.tally.success), shade),

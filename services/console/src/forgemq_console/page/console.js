@@ -1,6 +1,7 @@
 // Polls the state once a second and draws it. Everything shown comes from /api.
 
 import { drawCharts } from "./charts.js";
+import { answered, byId, cell, duration } from "./elements.js";
 import { showGroup, shownGroup } from "./trajectory.js";
 
 const POLL_MS = 1000;
@@ -8,23 +9,10 @@ const SILENT_MS = 5000;
 const ALARMS_SHOWN_MAX = 50;
 const SOURCES = { import: "imported", live: "live" };
 const POSITIONS = { playing: "playing", complete: "scored", ready: "tree ready", scheduled: "scheduled", trained: "trained", retired: "retired untrained" };
-const byId = (id) => document.getElementById(id);
 
 function text(id, value) {
   const node = byId(id);
   if (node.textContent !== value) node.textContent = value;
-}
-
-function cell(tag, value, className = "") {
-  const made = document.createElement(tag);
-  made.append(value);
-  made.className = className;
-  return made;
-}
-
-function duration(ms) {
-  const s = Math.max(0, Math.floor(ms / 1000));
-  return `${Math.floor(s / 3600)}:${String(Math.floor(s / 60) % 60).padStart(2, "0")}:${String(s % 60).padStart(2, "0")}`;
 }
 
 function table(id, head, rows) {
@@ -184,8 +172,7 @@ function head(state) {
 let lastKey = "";
 
 async function refresh() {
-  const answer = await fetch("api/state");
-  const state = await answer.json();
+  const state = await answered("api/state");
   text("connection", "");
   head(state);
   numbers(state);
@@ -202,7 +189,7 @@ async function refresh() {
 }
 
 async function refreshGroups() {
-  const rows = await (await fetch("api/groups")).json();
+  const rows = await answered("api/groups");
   table("groups", ["group", "index", "state", "step", "turns", "success"], rows.map((g) => ({
     group: g.group_id,
     cells: [
@@ -220,11 +207,14 @@ async function poll() {
   try {
     await Promise.all([refresh(), refreshGroups()]);
   } catch (error) {
-    text("connection", "the console does not answer; retrying");
+    // A fetch without an answer is a TypeError; the others have the server's words.
+    text("connection", error instanceof TypeError ? "the console does not answer; retrying" : error.message);
     console.warn(error);
   }
   setTimeout(poll, POLL_MS);
 }
 
+// The page is at the console's root, and for each other run below runs/.
+byId("all-runs").href = location.pathname.replace(/(\/runs\/[^/]+)?\/[^/]*$/, "/runs/");
 window.addEventListener("load", poll);
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { lastKey = ""; });

@@ -6,15 +6,13 @@ from pathlib import Path
 import msgspec
 
 from forgemq_bus.kafka import KafkaLog
-from forgemq_bus.kept_records import message_of, read_all
-from forgemq_bus.log import Place
 from forgemq_contracts.run import RunConfiguration, StartedRun
-from forgemq_contracts.topics import STARTED_RUNS
 from forgemq_launcher.records.announcement import next_start
 from forgemq_launcher.records.run_log import open_run_log
 from forgemq_launcher.records.run_topics import write_start
 from forgemq_launcher.upkeep.services import SERVICES
 from forgemq_settings.environment import SettingsError, parse
+from forgemq_shell.announced_runs import announced_runs
 from forgemq_shell.broker_wait import wait_for_broker
 from forgemq_shell.clock import now_ms
 from forgemq_shell.connection import kafka_connection
@@ -58,7 +56,7 @@ async def wait_for_named_broker(environ: Mapping[str, str], *, say: Callable[[st
         await log.close()
 
 
-async def announced_runs(environ: Mapping[str, str]) -> tuple[str, ...]:
+async def runs_announced(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Ids of all runs that were ever announced on the broker that FORGEMQ_KAFKA names."""
     return tuple(await _announced(environ))
 
@@ -66,17 +64,10 @@ async def announced_runs(environ: Mapping[str, str]) -> tuple[str, ...]:
 async def _announced(environ: Mapping[str, str]) -> dict[str, StartedRun]:
     """The newest start of every run on the broker, by the run's id."""
     log = KafkaLog(kafka_connection(environ), run="")
-    found: dict[str, StartedRun] = {}
     try:
-        await log.create_topics({STARTED_RUNS.name: 1})
-        async for records in read_all(log, [Place(STARTED_RUNS.name, 0)]):
-            for record in records:
-                started = message_of(record).record
-                assert isinstance(started, StartedRun)
-                found[started.run] = started
+        return {each.started.run: each.started for each in await announced_runs(log)}
     finally:
         await log.close()
-    return found
 
 
 async def create_run(

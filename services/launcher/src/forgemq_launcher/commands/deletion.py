@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from rich.console import Console
 
@@ -100,7 +101,7 @@ def _question(
         f"{len(found.topics)} topics and {len(found.groups)} consumer groups on "
         f"{connection.bootstrap}"
     ]
-    parts += [f"its blobs in {blobs}"] if blobs else []
+    parts += [f"its blobs in {blobs}"] if blobs and not _is_elsewhere(blobs) else []
     parts += [str(folder.path)] if folder.path.is_dir() else []
     return f"delete run {folder.run}: {'; '.join(parts)}?"
 
@@ -115,9 +116,17 @@ async def _delete_there(removal: KafkaRemoval, found: RunOnBroker, console: Cons
     _say(console, f"its records on {shared} stay: all runs share these topics")
 
 
+def _is_elsewhere(blobs: str) -> bool:
+    """Whether it is a folder of other machines: a pod's mount, say."""
+    return "://" not in blobs and not Path(blobs).is_dir()
+
+
 async def _delete_blobs(folder: RunFolder, blobs: str, console: Console) -> None:
     """Delete blobs outside the run's folder; those inside go with it."""
     if not blobs or blobs == str(folder / "blobs"):
+        return
+    if _is_elsewhere(blobs):
+        _say(console, f"there is no folder {blobs} here: its blobs stay where that folder is")
         return
     size_bytes = await BlobStore(blobs, run=folder.run).delete_all()
     if size_bytes:

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from forgemq_audit.run_report import audit_run
 from forgemq_bus.kafka import KafkaConnection
 from forgemq_bus.kafka_removal import kafka_removal
 from forgemq_bus.log import Log
@@ -25,8 +26,8 @@ from forgemq_launcher.commands.inspection import end_of, leave_report
 from forgemq_launcher.commands.run_on_broker import run_on_broker
 from forgemq_launcher.core.outside_agents import TOLD_S
 from forgemq_launcher.records.follower import Follower
-from forgemq_launcher.records.run_audit import audit_run, result_values
 from forgemq_launcher.records.run_end import end_requested
+from forgemq_launcher.records.run_results import result_values
 from forgemq_launcher.records.run_topics import last_trained_step, write_end
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_launcher.upkeep.cluster import Cluster, ClusterError, Workload, own_cluster
@@ -114,12 +115,12 @@ async def end_run(
         if requested is not None and workloads:
             await wait_until_left(kafka_connection(environ), folder.run)
         end = ended or _end(folder.run, requested)
-        result, follower = await audit_run(log, started, reason=end.reason, now_ms=end.ended_ms)
+        result, reader = await audit_run(log, started, reason=end.reason, now_ms=end.ended_ms)
         if ended is None:
             end = msgspec.structs.replace(end, results=result_values(result))
             await write_end(kafka_connection(environ), end)
         at_ms = end.ended_ms
-    leave_report(result, follower.view.state(now_ms=at_ms), console, folder=to)
+    leave_report(result, reader.view.state(now_ms=at_ms), console, folder=to)
     return exit_status.OK if all(result.guarantees.values()) else exit_status.FAILED
 
 

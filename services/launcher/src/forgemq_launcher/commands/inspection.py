@@ -1,6 +1,6 @@
 """Commands that look at runs: list them, audit one, print a trajectory, list dead letters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -10,9 +10,14 @@ from rich.table import Column, Table
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from forgemq_bus.kept_records import message_of, read_all, read_at
+from forgemq_audit.run_report import audit_run
+from forgemq_bus.errors import BlobError
+from forgemq_bus.kafka import KafkaLog
+from forgemq_bus.kafka_runs import runs_on_broker
+from forgemq_bus.kept_records import message_of, read_all, read_at, read_from
 from forgemq_bus.log import Log, Place, Record
 from forgemq_bus.partitions import dead_letters_of
+from forgemq_bus.payloads import BLOB_HEADERS, reference_of
 from forgemq_contracts.run import EndedRun, StartedRun
 from forgemq_contracts.topics import ENDED_RUNS, OF_RUN
 from forgemq_launcher import exit_status
@@ -21,13 +26,14 @@ from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.cuts import cut_lines
 from forgemq_launcher.display.fork_table import fork_table
 from forgemq_launcher.display.report_files import closing, write_report
-from forgemq_launcher.records import run_audit
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
 from forgemq_run_view.report import Report
 from forgemq_run_view.rewards import EpisodeReward, TurnReward
 from forgemq_run_view.state import GroupRow, RunState
 from forgemq_run_view.trajectory import Trajectory, TrajectoryTurn, trajectories
+from forgemq_shell.announced_runs import AnnouncedRun, announced_runs
+from forgemq_shell.connection import kafka_connection
 
 LETTER_BYTES_SHOWN_MAX = 60
 """Enough to tell JSON from msgpack and to see the first ids; a row of the table stays readable."""
@@ -35,8 +41,13 @@ GROUPS_SHOWN_MAX = 2000
 """The newest ones: several hundred steps of the demo, and still a second of output."""
 
 
-def list_runs(folders: Sequence[RunFolder], console: Console) -> int:
-    """Print every run: what it is and how far it came; the status is 1 if one is unreadable."""
+async def list_runs(
+    folders: Sequence[RunFolder], environ: Mapping[str, str], console: Console
+) -> int:
+    """Print every run: what it is and how far it came; the status is 1 if one is unreadable.
+
+    Runs without a folder here are listed if they are on the broker that FORGEMQ_KAFKA names.
+    """
     shown = Table("run", "state", "steps", "success sampled", "success greedy", "seed")
     unreadable: list[str] = []
     for folder in folders:
@@ -45,10 +56,40 @@ def list_runs(folders: Sequence[RunFolder], console: Console) -> int:
         except (RunFolderError, OSError) as error:
             shown.add_row(folder.run, "unreadable")
             unreadable.append(str(error))
-    console.print(shown if folders else "no runs yet: `make demo` makes the first")
+    if environ.get("FORGEMQ_KAFKA"):
+        here = {folder.run for folder in folders}
+        for each in await _runs_elsewhere(environ, here=here):
+            shown.add_row(each.started.run, *_announced_cells(each))
+    console.print(shown if shown.row_count else "no runs yet: `make demo` makes the first")
     for reason in unreadable:
         console.print(reason, markup=False, highlight=False, soft_wrap=True)
     return exit_status.FAILED if unreadable else exit_status.OK
+
+
+async def _runs_elsewhere(
+    environ: Mapping[str, str], *, here: Collection[str]
+) -> list[AnnouncedRun]:
+    connection = kafka_connection(environ)
+    present = await runs_on_broker(connection)
+    log = KafkaLog(connection, run="")
+    try:
+        announced = await announced_runs(log)
+    finally:
+        await log.close()
+    return [each for each in announced if each.started.run in present - set(here)]
+
+
+def _announced_cells(announced: AnnouncedRun) -> tuple[str, ...]:
+    """A run's row, after its name, from its first and last record."""
+    started, ended = announced.started, announced.ended
+    results = {each.name: each.value for each in ended.results} if ended else {}
+    return (
+        ended.reason if ended else "no end yet",
+        f"?/{started.configuration.trainer.steps}",
+        _pair(results.get("success_start"), results.get("success_end")),
+        _pair(results.get("success_start_greedy"), results.get("success_end_greedy")),
+        str(started.configuration.seed),
+    )
 
 
 def _run_cells(folder: RunFolder) -> tuple[str, ...]:
@@ -102,8 +143,8 @@ async def _audited(folder: RunFolder, environ: Mapping[str, str]) -> tuple[Repor
         ended = await end_of(log, started)
         reason = ended.reason if ended else ""
         now_ms = ended.ended_ms if ended else started.started_ms
-        result, follower = await run_audit.audit_run(log, started, reason=reason, now_ms=now_ms)
-    return result, follower.view.state(now_ms=now_ms)
+        result, reader = await audit_run(log, started, reason=reason, now_ms=now_ms)
+    return result, reader.view.state(now_ms=now_ms)
 
 
 async def inspect(
@@ -119,7 +160,7 @@ async def inspect(
     `as_requests` prints its requests instead, whole, one as JSON in each line.
     """
     async with run_on_broker(folder, environ) as (log, started):
-        follower = Follower(log, started)
+        follower = Follower(log, started, without_blobs=partial(_say_left_out, console))
         await follower.catch_up()
         if what is None:
             print_groups(follower, console)
@@ -149,18 +190,28 @@ async def inspect(
     return exit_status.OK
 
 
+def _say_left_out(console: Console, error: BlobError) -> None:
+    text = f"what lies in the blob store is left out, set FORGEMQ_BLOBS: {error}"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def _is_of(episode_id: str, *, what: str) -> bool:
     """Whether an episode is meant by the id of a group, of an episode or of an attempt."""
     return episode_id == what or episode_id.startswith(f"{what}.")
 
 
 async def dlq(folder: RunFolder, environ: Mapping[str, str], console: Console) -> int:
-    """Print every dead letter with its reason; the status is 1 if there are any."""
+    """Print every dead letter with its reason; the status is 1 if there are any.
+
+    Of one whose bytes lie in the blob store the address is shown.
+    """
     shown = Table("topic", "source", "reason", "first bytes")
     async with run_on_broker(folder, environ) as (log, _):
         for topic in OF_RUN:
             if topic.has_dlq:
-                async for records in read_all(log, [dead_letters_of(topic)]):
+                first = await log.first_positions([dead_letters_of(topic)])
+                # Their values may lie in the blob store, and their beginning is not worth that.
+                async for records in read_from(log, first, has_values=False):
                     for record in records:
                         shown.add_row(topic.name, *_letter_cells(record))
     console.print(shown if shown.row_count else "no dead letters")
@@ -171,7 +222,10 @@ def _letter_cells(record: Record) -> tuple[str, str, str]:
     """Where a dead letter comes from, why it is one, and how it begins."""
     headers = {name: value.decode(errors="replace") for name, value in record.headers}
     reason = headers.pop("reason", "")
+    headers = {name: value for name, value in headers.items() if name not in BLOB_HEADERS}
     source = " ".join(f"{name}={value}" for name, value in headers.items())
+    if reference := reference_of(record):
+        return source, reason, reference.uri
     return source, reason, repr(record.value[:LETTER_BYTES_SHOWN_MAX])
 
 

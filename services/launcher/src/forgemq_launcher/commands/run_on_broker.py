@@ -5,13 +5,17 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.errors import UnknownPlaceError
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
-from forgemq_bus.log import Log
+from forgemq_bus.log import Log, Place
 from forgemq_contracts.run import StartedRun
+from forgemq_contracts.topics import TRAINED_STEPS
 from forgemq_launcher.records.run_log import open_run_log
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
 from forgemq_launcher.upkeep.broker import RunBroker
-from forgemq_shell.started_run import started_run
+from forgemq_settings.environment import SettingsError
+from forgemq_shell.started_run import RunNotStartedError, started_run
 
 STARTED_RUN_TIMEOUT_S = 30.0
 """A broker that was started for the command answers within 10 s, also after a kill."""
@@ -54,7 +58,8 @@ async def run_on_broker(
 
     Raises:
         RunFolderError: the run is not known here and FORGEMQ_KAFKA is not set.
-        RunNotStartedError: the run is not on the broker.
+        RunNotStartedError: the run is not on the broker, or not any more.
+        SettingsError: the address of its blobs is of a kind that this machine cannot read.
     """
     async with run_broker(folder, environ) as (_, connection):
         announced = KafkaLog(connection, run=folder.run)
@@ -65,5 +70,24 @@ async def run_on_broker(
         # The folder's before the record's: a folder of runs may have been moved since.
         own = str(folder / "blobs") if (folder / "blobs").is_dir() else started.blobs
         blobs = environ.get("FORGEMQ_BLOBS") or own
+        _check_address(blobs, run=folder.run)
         async with open_run_log(connection, started.configuration, blobs=blobs) as log:
+            await _check_topics(log, connection, run=folder.run)
             yield log, started
+
+
+async def _check_topics(log: Log, connection: KafkaConnection, *, run: str) -> None:
+    """Raise RunNotStartedError if the run was deleted: its start stays on a topic of all runs."""
+    try:
+        await log.first_positions([Place(TRAINED_STEPS.name, 0)])
+    except UnknownPlaceError as error:
+        raise RunNotStartedError(
+            f"run {run} has no topics on {connection.bootstrap}: it was deleted"
+        ) from error
+
+
+def _check_address(blobs: str, *, run: str) -> None:
+    try:
+        BlobStore(blobs, run=run)
+    except (ImportError, ValueError) as error:
+        raise SettingsError(f"FORGEMQ_BLOBS: the run's blobs are in {blobs}: {error}") from error

@@ -1,19 +1,18 @@
 """The report of a run from its log alone, with every guarantee checked."""
 
+from forgemq_audit.run_reader import RunReader
 from forgemq_audit.unaudited import unaudited
 from forgemq_bus.kept_records import message_of, read_all
 from forgemq_bus.log import Log, Place
-from forgemq_contracts.fields import NamedValue
 from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun
 from forgemq_contracts.topics import ENDED_RUNS, STARTED_RUNS
-from forgemq_launcher.records.follower import Follower
 from forgemq_run_view.report import Report, report
 
 
 async def audit_run(
     log: Log, started: StartedRun, *, reason: str, now_ms: int
-) -> tuple[Report, Follower]:
-    """The report of a run from its records alone, and the follower that read them.
+) -> tuple[Report, RunReader]:
+    """The report of a run from its records alone, and the reader of them.
 
     Args:
         log: Of the run.
@@ -22,40 +21,51 @@ async def audit_run(
             open.
         now_ms: Until when time counts if the newest start has no end on the log.
     """
-    follower = Follower(log, started)
+    reader = RunReader(log, started)
     # The run may still be trimmed, so the order matters: read the log to its end, then the trees
     # not yet audited, then the audits written meanwhile. A tree is deleted only after its audit is
     # on the log, and the last read finds that audit.
-    await follower.catch_up()
+    await reader.catch_up()
     partitions = started.configuration.log.group_partitions
     compared = [facts async for facts in unaudited(log, partitions=partitions)]
-    await follower.catch_up_on_audits()
+    await reader.catch_up_on_audits()
     for facts in compared:
         # If a group was audited meanwhile, `unaudited` may have missed records that were trimmed.
-        if not follower.ledger.is_audited(facts.group_id):
-            follower.ledger.add_tree(facts)
-    verdicts = follower.ledger.verdicts(is_ended=reason == "completed")
+        if not reader.ledger.is_audited(facts.group_id):
+            reader.ledger.add_tree(facts)
+    verdicts = reader.ledger.verdicts(is_ended=reason == "completed")
     made = report(
-        follower.view.state(now_ms=now_ms),
-        trees=follower.ledger.trained_trees(),
+        reader.view.state(now_ms=now_ms),
+        trees=reader.ledger.trained_trees(),
         verdicts=verdicts,
         duration_s=await up_s(log, started.configuration, now_ms=now_ms),
         reason=reason,
     )
-    return made, follower
+    return made, reader
 
 
-def result_values(made: Report) -> tuple[NamedValue, ...]:
-    """What the run's last record says of the report: success measured, guarantees as 0 or 1."""
-    values = {
-        "success_start": made.success_start,
-        "success_end": made.success_end,
-        "success_start_greedy": made.success_start_greedy,
-        "success_end_greedy": made.success_end_greedy,
-    }
-    held = {name: float(holds) for name, holds in made.guarantees.items()}
-    named = {name: value for name, value in (values | held).items() if value is not None}
-    return tuple(NamedValue(name=name, value=value) for name, value in named.items())
+async def report_from_audits(
+    log: Log, started: StartedRun, reader: RunReader, *, reason: str, now_ms: int
+) -> Report:
+    """The report of what a reader has read; groups that no auditor has compared are left out.
+
+    It costs no look at a tree, so a service may make it while people wait.
+
+    Args:
+        log: Of the run.
+        started: Its newest record.
+        reader: Has caught up.
+        reason: As of `audit_run`.
+        now_ms: As of `audit_run`.
+    """
+    verdicts = reader.ledger.verdicts(is_ended=reason == "completed", is_audit_behind=True)
+    return report(
+        reader.view.state(now_ms=now_ms),
+        trees=reader.ledger.trained_trees(),
+        verdicts=verdicts,
+        duration_s=await up_s(log, started.configuration, now_ms=now_ms),
+        reason=reason,
+    )
 
 
 async def up_s(log: Log, configuration: RunConfiguration, *, now_ms: int) -> float:

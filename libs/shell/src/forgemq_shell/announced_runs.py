@@ -1,0 +1,46 @@
+"""Every run that was ever announced on a broker, and how each stands."""
+
+import msgspec
+
+from forgemq_bus.errors import UnknownPlaceError
+from forgemq_bus.kept_records import message_of, read_all
+from forgemq_bus.log import Log, Place
+from forgemq_contracts.run import EndedRun, StartedRun
+from forgemq_contracts.topics import SHARED
+
+
+class AnnouncedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run by its newest start; `ended` is None while that is up, or if it was killed."""
+
+    started: StartedRun
+    ended: EndedRun | None = None
+
+
+async def announced_runs(log: Log) -> tuple[AnnouncedRun, ...]:
+    """The runs of a broker, the newest start first; () on a broker that never had one.
+
+    A run that was deleted is among them: its start stays on the topic that all runs share.
+    """
+    starts: dict[str, StartedRun] = {}
+    ends: dict[str, EndedRun] = {}
+    try:
+        async for records in read_all(log, [Place(topic.name, 0) for topic in SHARED]):
+            for record in records:
+                match message_of(record).record:
+                    case StartedRun() as started:
+                        starts[started.run] = started
+                    case EndedRun() as ended:
+                        ends[ended.run] = ended
+                    case _:
+                        pass
+    except UnknownPlaceError:
+        return ()
+    found = [
+        AnnouncedRun(started=started, ended=_of_this_start(ends.get(run), started))
+        for run, started in starts.items()
+    ]
+    return tuple(sorted(found, key=lambda each: -each.started.started_ms))
+
+
+def _of_this_start(ended: EndedRun | None, started: StartedRun) -> EndedRun | None:
+    return ended if ended is not None and ended.ended_ms >= started.started_ms else None
