@@ -195,10 +195,11 @@ async def test_two_runs_of_the_list_are_compared_over_the_same_axes_with_both_re
     assert rows["end"] == ("completed", "no end yet")
     assert rows["steps"] == ("3", "2")
     assert rows["tree saving, per request"] == ("3.00x", "3.00x")
-    assert rows["G1"] == ("held", "held")
+    assert rows["G4"] == ("held: 0 samples against the log",) * 2, "no auditor compared any"
     assert saving == [["first", [0, 1, 2], [3, 3, 3]], ["second", [0, 1], [3, 3]]]
     assert success[:2] == [["first", [0, 1, 2], [0.5, 1, 1]], ["second", [0, 1], [0.5, 1]]]
-    assert [name for name, *_ in rate] == legend == ["first", "second"]
+    assert [(name, x) for name, x, _ in rate] == [("first", [0]), ("second", [0])]
+    assert legend == ["first", "second"]
 
 
 async def test_a_run_that_is_over_is_opened_again_from_the_list_and_its_groups_are_read(

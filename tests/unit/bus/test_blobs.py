@@ -3,6 +3,8 @@
 import asyncio
 import hashlib
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -222,3 +224,46 @@ async def test_a_store_that_does_not_answer_is_an_error_that_names_the_record(
         await fetched([as_record(ready)], blobs=elsewhere)
     with pytest.raises(BlobError, match="no blob store"):
         await fetched([replace(as_record(ready), offset=6)], blobs=None)
+
+
+ASK_STORE = """
+import asyncio
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.errors import BlobError
+from forgemq_contracts.fields import BlobReference
+store = BlobStore("s3://bucket/blobs", run="r")
+sha256 = "0" * 64
+uri = f"s3://b/values/r/20260101-0000/{sha256}"
+reference = BlobReference(uri=uri, sha256=sha256, size_bytes=1)
+for work in (store.get(reference), store.list_minutes(), store.delete_all(), store.put(b"1")):
+    try:
+        asyncio.run(work)
+    except BlobError as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("signed", "reason"),
+    [
+        ({"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}, "Could not connect"),
+        ({}, "Unable to locate credentials"),
+    ],
+)
+def test_an_object_store_that_does_not_answer_or_lets_nobody_sign_in_is_a_blob_error(
+    tmp_path: Path, signed: dict[str, str], reason: str
+) -> None:
+    """Each of the four calls is translated; a process, because its client reads the environment."""
+    environ = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+        "HOME": str(tmp_path),
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:1",
+        "AWS_MAX_ATTEMPTS": "1",
+        **signed,
+    }
+    command = [sys.executable, "-c", ASK_STORE]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.count(reason)) == (0, 4), done.stdout + done.stderr

@@ -14,6 +14,8 @@ const times = (value) => (value === null ? "not measured" : `${value.toFixed(2)}
 const small = (value) => (value === null ? "not measured" : value.toExponential(1));
 const precise = (value) => (value === null || value === undefined ? "not measured" : Number(value.toPrecision(3)).toLocaleString("en-US"));
 const change = (before, after) => `${decimals(before)} \u2192 ${decimals(after)}`;
+// What was checked, too: groups that no auditor has compared are in no verdict.
+const verdict = (each) => `${each.holds ? "held" : "DID NOT HOLD"}: ${each.checked}`;
 
 const FIGURES = [
   ["end", (r) => r.reason || "no end yet"],
@@ -37,7 +39,7 @@ const FIGURES = [
   ["trained tokens/s", (r) => precise(r.effective_yield?.tokens_per_s)],
   ["reward gained per 1,000 samples", (r) => precise(r.effective_yield?.reward_gain)],
   ["alarms", (r) => String(r.alarms.length)],
-  ...["G1", "G2", "G3", "G4", "G5"].map((name) => [name, (r) => (r.guarantees[name] ? "held" : "DID NOT HOLD")]),
+  ...["G1", "G2", "G3", "G4", "G5"].map((name) => [name, (r) => verdict(r.guarantees_checked.find((each) => each.name === name))]),
 ];
 
 function drawBoth(runs) {
@@ -48,7 +50,7 @@ function drawBoth(runs) {
   draw("chart-success", [...each(byVersion((v) => v.tally.success)), ...each(rounds)], VERSION);
   draw("chart-reward", each(byVersion((v) => v.tally.reward)), VERSION);
   draw("chart-staleness", each((s, shade) => line(s.run, s.points.map((p) => p.step), s.points.map((p) => p.staleness_max), shade)), { ...STEP, y: { dtick: 1 } });
-  draw("chart-rate", each((s, shade) => line(s.run, s.rates.map((r) => (r.time_ms - s.started_ms) / 60000), s.rates.map((r) => r.tokens_per_s), shade)), MINUTES);
+  draw("chart-rate", each((s, shade) => line(s.run, s.rates.map((r) => (r.time_ms - s.rates[0].time_ms) / 60000), s.rates.map((r) => r.tokens_per_s), shade)), MINUTES);
   draw("chart-saving", each(byStep((p) => p.request_tokens / Math.max(1, p.tree_tokens))), STEP);
   draw("chart-gap", each(byStep((p) => p.logprob_gap_mean, { connectgaps: true })), { ...STEP, y: { type: "log", exponentformat: "power" } });
 }
