@@ -121,9 +121,9 @@ async def test_the_page_follows_a_run_for_who_has_its_key_and_shows_its_tokens(
             written = len(run.messages)
             run.train(1, [run.generate(2 + i, version=1) for i in range(2)])
             await write(log, run, first=written)
-            state = await state_when(http, lambda state: state["groups_open"] == 0)
-            assert (state["steps_trained"], state["groups_admitted"]) == (2, 4)
-            assert state["completions"] == len(list(run.of(FINISHED_COMPLETIONS)))
+            shown = ("steps_trained", "groups_admitted", "groups_open", "completions")
+            expected = [2, 4, 0, len(list(run.of(FINISHED_COMPLETIONS)))]
+            await state_when(http, lambda state: [state[name] for name in shown] == expected)
             group = (await http.get("/api/groups/g-3")).json()
             tokens = group["episode"]["turns"][0]["output"]
             assert [token["id"] for token in tokens] == [20, 30, 2]

@@ -21,6 +21,7 @@ from forgemq_contracts.messages import Output
 from forgemq_contracts.run import EndedRun
 from forgemq_contracts.topics import ENDED_RUNS, RETIRED_GROUPS
 from forgemq_launcher.command_line import run_tool
+from forgemq_launcher.commands.ending import wait_until_left
 from forgemq_launcher.records.run_topics import create_topics, write_end, write_start
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_shell.records import emit_of
@@ -313,3 +314,31 @@ def test_a_run_without_a_launcher_that_is_asked_to_end_is_ended_and_reported_as_
     assert tool("resume", run_id) == (0, resumed)
     assert "has not ended within 0.1 s" in tool("stop", run_id, "--timeout", "0.1")[1]
     assert "has not ended: start its services" in tool("resume", run_id)[1]
+
+
+async def test_the_end_of_a_stopped_run_waits_for_its_services_and_not_for_its_console(
+    kafka_bootstrap, run_id
+):
+    connection = KafkaConnection(bootstrap=kafka_bootstrap)
+    console, service = (KafkaLog(connection, run=run_id) for _ in range(2))
+
+    async def join(log: KafkaLog, group: str) -> None:
+        async def nothing(_: frozenset[int]) -> None:
+            pass
+
+        topics = [RETIRED_GROUPS.name]
+        await log.member(group=group, topics=topics, on_assigned=nothing, on_revoked=nothing)
+
+    await console.create_topics({RETIRED_GROUPS.name: 1})
+    try:
+        await join(console, "console-1")
+        await join(service, "reward")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2):
+                await wait_until_left(connection, run_id)
+        await service.close()
+        async with asyncio.timeout(20):
+            await wait_until_left(connection, run_id)
+    finally:
+        await service.close()
+        await console.close()

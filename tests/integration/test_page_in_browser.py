@@ -126,7 +126,7 @@ async def test_an_alarm_is_counted_in_red_and_listed_with_its_step_value_and_thr
     async with console(*run_with(KL)) as url, browser.tab(url) as page:
         await page.text_with("#alarms", "kl_k3")
         cells = [await page.text(f"#alarms td:nth-child({column})") for column in range(1, 5)]
-        assert cells == ["1", "kl_k3", "0.210", "0.1"]
+        assert cells == ["1", "kl_k3", "0.210", "above 0.1"]
         assert await page.text("#numbers .bad") == "1alarms"
 
 
