@@ -5,6 +5,7 @@ The commands run in an empty folder of their own, as processes.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -100,6 +101,7 @@ def test_a_run_elsewhere_is_created_watched_stopped_looked_at_and_deleted(
             status, printed = laptop.run("delete", run_id, "--yes")
             assert (status, "is up on" in printed) == (2, True), printed
             trained = next(line for line in watching.stdout if " trained: " in line)
+            check_left_alone(laptop, run_id=run_id)
             stopped = laptop.run("stop", run_id, "--reason", "seen enough")
             assert stopped == (
                 0,
@@ -131,6 +133,15 @@ def check_create(laptop: Laptop, *, run_id: str) -> None:
     assert (status, f"run {run_id} is announced, its blobs are in s3://" in printed) == (0, True)
     again = laptop.run("stop", run_id, "--timeout", "1")
     assert (again[0], "has not ended within 1 s: is its `forgemq run`" in again[1]) == (1, True)
+
+
+def check_left_alone(laptop: Laptop, *, run_id: str) -> None:
+    """Ctrl-C ends the watcher, and the run goes on: `stop` finds it up."""
+    watching = laptop.start("watch", run_id)
+    next(line for line in watching.stdout if "in flight" in line)
+    watching.send_signal(signal.SIGINT)
+    printed, _ = watching.communicate(timeout=ANSWER_S)
+    assert (watching.returncode, f"run {run_id} is left as it is" in printed) == (130, True)
 
 
 def check_looks(laptop: Laptop, *, run_id: str, steps: int) -> None:
