@@ -18,7 +18,7 @@ ALONE := --ignore=tests/gpu --ignore=tests/integration --ignore=tests/clients --
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup demo test test-fast test-long test-clients test-cluster test-cluster-admission test-containers \
-	storm fuzz lint advisories contracts load images sbom lock clean
+	storm storm-containers fuzz lint advisories contracts load images sbom lock clean
 
 help:  ## List the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -63,6 +63,10 @@ test-containers: $(STAMP)  ## Run the whole stack in containers, with kills; BAS
 storm: $(STAMP)  ## Simulate SEEDS=n schedules of each case; CASE=<name> FIRST=<seed> choose some
 	@$(BIN)/python -m tests.simulation.storm --seeds $(or $(SEEDS),100) --first $(or $(FIRST),0) \
 		$(if $(CASE),--case $(CASE))
+
+storm-containers: $(STAMP)  ## Play SEEDS=n runs in containers in which things fail; FIRST=<seed>, BASE=<base image>
+	@$(if $(BASE),BASE=$(BASE)) $(BIN)/python -m tests.containers.storm --seeds $(or $(SEEDS),3) \
+		--first $(or $(FIRST),0) $(ARGS)
 
 fuzz: $(STAMP)  ## Send a gateway BODIES=n wrong bodies of every protocol; FIRST=<number> chooses the first
 	@$(BIN)/python -m tests.fuzz --bodies $(or $(BODIES),20000) --first $(or $(FIRST),0)

@@ -8,7 +8,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ import docker
 from docker.errors import NotFound
 from docker.models.containers import Container as Running
 from docker.models.networks import Network
+from docker.types import IPAMConfig, IPAMPool
 from docker.types import Mount as DockerMount
+from msgspec import Struct
 
 from tests.containers.images import image_of
 from tests.containers.manifests import Container, Mount, Overlay, Workload, bytes_of, expanded
@@ -29,17 +31,35 @@ POLL_S = 0.5
 FIRST_S_MAX = 600
 """Of a container that runs before those of its pod; that of the run waits for the broker."""
 
-STARTS_MAX = 10
-"""Of a container that fails: a kubelet has no limit, but waits longer each time."""
+STARTS_MAX = 50
+"""Of a container that fails: a kubelet has no limit; both wait longer each time."""
+
+
+class Changes(Struct, frozen=True, kw_only=True):
+    """What is other than the manifests have it.
+
+    Attributes:
+        folders: Of this machine, in the place of volumes: by `<pod>-<name of the volume>`.
+        variables: More of them, by pod/container.
+        mounts: More of them, by pod/container.
+    """
+
+    folders: Mapping[str, Path] = {}
+    variables: Mapping[str, Mapping[str, str]] = {}
+    mounts: Mapping[str, tuple[DockerMount, ...]] = {}
 
 
 class Pod:
-    """The running containers of one replica, by name."""
+    """The running containers of one replica, by name, and how others reach them."""
 
-    def __init__(self, name: str, workload: Workload, sandbox: Running) -> None:
-        self.name = name
+    def __init__(
+        self, workload: Workload, sandbox: Running, *, address: str, aliases: Sequence[str]
+    ) -> None:
+        self.name = aliases[0]
         self.workload = workload
         self.sandbox = sandbox
+        self.address = address
+        self.aliases = tuple(aliases)
         self.containers: dict[str, Running] = {}
 
 
@@ -51,22 +71,26 @@ class PodRunner:
         client: docker.DockerClient,
         overlay: Overlay,
         folder: Path,
+        *,
+        changes: Changes | None = None,
     ) -> None:
         """Build the images that are missing, and make the network.
 
         Args:
             overlay: Its workloads can be started.
             folder: Gets the files of config maps and secrets, and the logs at the end.
+            changes: None: as the manifests have it.
         """
         self.pods: dict[str, Pod] = {}
         self._client = client
         self._overlay = overlay
         self._folder = folder
+        self._changes = Changes() if changes is None else changes
         self._images = {
             name: image_of(name, client) for name in sorted({TOOL, *images_of(overlay)})
         }
         self._prefix = f"forgemq-test-{secrets.token_hex(3)}"
-        self._network: Network = client.networks.create(self._prefix)
+        self.network = network_with_fixed_addresses(self._prefix, client)
         self._volumes: set[str] = set()
         self._making = threading.Lock()
 
@@ -87,11 +111,12 @@ class PodRunner:
                 container.remove(force=True, v=True)
         for volume in self._volumes:
             self._client.volumes.get(volume).remove(force=True)
-        self._network.remove()
+        self.network.remove()
 
     def _start_pod(self, workload: Workload, ordinal: int) -> None:
         name = f"{workload.name}-{ordinal}"
-        own = f"{name}.{workload.governing}"
+        aliases = (name, f"{name}.{workload.governing}", *workload.services)
+        endpoint = self._client.api.create_endpoint_config(aliases=aliases)
         sandbox = self._client.containers.create(
             self._images[TOOL],
             name=f"{self._prefix}-{name}",
@@ -99,16 +124,12 @@ class PodRunner:
             labels=[self._prefix],
             hostname=name,
             network=self._prefix,
-            networking_config={
-                self._prefix: self._client.api.create_endpoint_config(
-                    aliases=[name, own, *workload.services]
-                )
-            },
+            networking_config={self._prefix: endpoint},
         )
         sandbox.start()
         sandbox.reload()
-        pod = self.pods[name] = Pod(name, workload, sandbox)
         address = sandbox.attrs["NetworkSettings"]["Networks"][self._prefix]["IPAddress"]
+        pod = self.pods[name] = Pod(workload, sandbox, address=address, aliases=aliases)
         fields = {
             "status.podIP": address,
             "metadata.name": name,
@@ -124,7 +145,9 @@ class PodRunner:
     def _start_container(
         self, pod: Pod, container: Container, fields: Mapping[str, str]
     ) -> Running:
+        full_name = f"{pod.name}/{container.name}"
         variables = self._overlay.variables(container, fields=fields)
+        variables |= self._changes.variables.get(full_name, {})
         rules = {**pod.workload.security, **container.security}
         is_ours = container.image.startswith("forgemq-")
         temporary, mounts = self._mounts(pod, container)
@@ -145,7 +168,7 @@ class PodRunner:
             group_add=[rules.get("fsGroup", GROUP)],
             mem_limit=container.memory_bytes_max,
             tmpfs=temporary,
-            mounts=mounts,
+            mounts=[*mounts, *self._changes.mounts.get(full_name, ())],
             restart_policy={"Name": "on-failure", "MaximumRetryCount": STARTS_MAX},
         )
         return running
@@ -179,6 +202,8 @@ class PodRunner:
                 return DockerMount(mount.path, str(folder), type="bind", read_only=True)
         if "projected" in source:  # An account of the cluster's API, of which there is none.
             return None
+        if (instead := self._changes.folders.get(f"{pod.name}-{mount.volume}")) is not None:
+            return DockerMount(mount.path, str(instead), type="bind")
         claim = source.get("persistentVolumeClaim", {}).get("claimName")
         name = f"{self._prefix}-{claim or f'{pod.name}-{mount.volume}'}"
         with self._making:
@@ -197,6 +222,20 @@ class PodRunner:
             user="0",
             remove=True,
         )
+
+
+def network_with_fixed_addresses(name: str, client: docker.DockerClient) -> Network:
+    """A bridge network whose containers can come back under the addresses that they had.
+
+    The engine allows that only where somebody chose the addresses: those that it chose itself for
+    a network of this name are given back to it.
+    """
+    network = client.networks.create(name)
+    network.reload()
+    subnet = network.attrs["IPAM"]["Config"][0]["Subnet"]
+    network.remove()
+    pools = [IPAMPool(subnet=subnet)]
+    return client.networks.create(name, ipam=IPAMConfig(pool_configs=pools))
 
 
 def images_of(overlay: Overlay) -> set[str]:
@@ -231,9 +270,11 @@ def pod_runner(
     client: docker.DockerClient,
     overlay: Overlay,
     folder: Path,
+    *,
+    changes: Changes | None = None,
 ) -> Iterator[PodRunner]:
     """A runner whose pods go when the block ends."""
-    runner = PodRunner(client, overlay, folder)
+    runner = PodRunner(client, overlay, folder, changes=changes)
     try:
         yield runner
     finally:

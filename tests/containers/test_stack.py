@@ -3,30 +3,32 @@
 Every pod starts at once and the broker last, as a cluster may start them.
 """
 
-import json
 import re
-import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Iterator
 
 import docker
-import msgspec
 import pytest
 from docker.models.containers import Container as Running
 from msgspec import Struct
 
-from tests.architecture.rendered import rendered
 from tests.containers.manifests import Overlay
-from tests.containers.pods import POLL_S, TOOL, PodRunner, pod_runner, wait_for_end
+from tests.containers.pods import PodRunner, pod_runner, wait_for_end
+from tests.containers.short_run import (
+    END_THEMSELVES,
+    GROUPS_PER_STEP,
+    RUN_S_MAX,
+    audited,
+    containers_of,
+    short_run,
+    start_broker_last,
+    steps_of,
+    stop_all,
+    wait_for_step,
+)
 
 pytestmark = [pytest.mark.containers, pytest.mark.long, pytest.mark.timeout(3600)]
 
-ROOT = Path(__file__).parents[2]
-OVERLAY = ROOT / "deploy/kubernetes/overlays/local"
 STEPS = 6
-GROUPS_PER_STEP = 8
-SHORTER = {"\nsteps = 40": f"\nsteps = {STEPS}", "\ntasks = 128": "\ntasks = 8"}
 KILLS = {
     0: ("gateway-0/gateway",),
     1: ("scheduler-0/scheduler",),
@@ -35,20 +37,6 @@ KILLS = {
     4: ("reward-0/reward", "merger-0/merger", "auditor-0/auditor", "inference-0/engine"),
 }
 """Who is killed after which step."""
-
-END_THEMSELVES = (
-    "run-0/demo-model",
-    "run-0/create",
-    "agents-0/configuration",
-    "agents-0/agents",
-    "run-0/end",
-)
-
-STEP_S_MAX = 600
-"""Also the first one, for which the engine starts, on a machine with other work."""
-
-RUN_S_MAX = 1200
-"""From the last kill to the end of the last round."""
 
 
 class Played(Struct, frozen=True, kw_only=True):
@@ -75,33 +63,13 @@ class Played(Struct, frozen=True, kw_only=True):
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
     client = docker.from_env(timeout=120)
-    overlay = Overlay(short_run())
+    overlay = Overlay(short_run(steps=STEPS))
     with pod_runner(client, overlay, tmp_path_factory.mktemp("stack")) as runner:
         yield play(runner, overlay)
 
 
-def short_run() -> list[dict]:
-    """The overlay with a shorter run, whose end releases no pods: there is no API to ask."""
-    text = (OVERLAY / "run.toml").read_text()
-    for old, new in SHORTER.items():
-        assert old in text
-        text = text.replace(old, new)
-    manifests = rendered(OVERLAY, {"run.toml": text})
-    (run,) = (m for m in manifests if (m["kind"], m["metadata"]["name"]) == ("Deployment", "run"))
-    (end,) = run["spec"]["template"]["spec"]["containers"]
-    end["args"] = [each for each in end["args"] if not each.startswith("--release=")]
-    return manifests
-
-
 def play(runner: PodRunner, overlay: Overlay) -> Played:
-    workloads = overlay.workloads()
-    kafka = workloads.pop("kafka")
-    with ThreadPoolExecutor(1) as creating:
-        created = creating.submit(runner.start, workloads.pop("run"))
-        for workload in workloads.values():
-            runner.start(workload)
-        runner.start(kafka)
-        created.result()
+    start_broker_last(runner, overlay)
     running = containers_of(runner)
     killed = {}
     for step, names in KILLS.items():
@@ -126,52 +94,12 @@ def play(runner: PodRunner, overlay: Overlay) -> Played:
     )
 
 
-def containers_of(runner: PodRunner) -> dict[str, Running]:
-    return {
-        f"{pod.name}/{name}": container
-        for pod in runner.pods.values()
-        for name, container in pod.containers.items()
-    }
-
-
-def steps_of(trainer: Running) -> list[int]:
-    lines = trainer.logs(stdout=False).decode().splitlines()
-    events = [json.loads(line) for line in lines if line.startswith("{")]
-    return [event["step"] for event in events if event["event"] == "trained"]
-
-
-def wait_for_step(trainer: Running, step: int) -> None:
-    deadline_s = time.monotonic() + STEP_S_MAX
-    while step not in steps_of(trainer):
-        assert time.monotonic() < deadline_s, f"no step {step} within {STEP_S_MAX} s"
-        time.sleep(POLL_S)
-
-
 def kill(container: Running) -> int:
     """Kill it and start it again; its exit status."""
     container.kill("SIGKILL")
     status = wait_for_end(container, timeout_s=10)
     container.start()
     return status
-
-
-def audited(runner: PodRunner, overlay: Overlay) -> tuple[int, str]:
-    """Status and text of `forgemq audit`, in a pod that sees what a merger sees."""
-    like = overlay.workloads()["merger"]
-    (container,) = like.containers
-    tool = msgspec.structs.replace(container, name="audit", image=TOOL, arguments=("audit", "demo"))
-    runner.start(msgspec.structs.replace(like, name="audit", replicas=1, containers=(tool,)))
-    running = runner.pods["audit-0"].containers.pop("audit")
-    return wait_for_end(running, timeout_s=120), running.logs(stderr=False).decode()
-
-
-def stop_all(running: Mapping[str, Running], runner: PodRunner) -> None:
-    for container in running.values():
-        container.reload()
-        if container.status == "running":
-            container.kill("SIGTERM")
-    for name, container in running.items():
-        wait_for_end(container, timeout_s=runner.pods[name.split("/")[0]].workload.grace_s)
 
 
 def test_every_step_of_the_run_is_trained_once(played: Played):
