@@ -81,7 +81,7 @@ class Faults:
 
     @contextlib.contextmanager
     def _cut(self, one: Pod, other: Pod) -> Iterator[None]:
-        """Drop what the one gets from the other, and what it sends there; nobody is told."""
+        """Drop all packets between the two; neither side gets an error."""
         rules = (["INPUT", "--source", other.address], ["OUTPUT", "--destination", other.address])
         for rule in rules:
             in_network_of(one, "iptables", "--append", *rule, "--jump", "DROP")
@@ -145,5 +145,5 @@ def until(is_so: Callable[[], bool], *, timeout_s: float) -> None:
     """Return when it is so; AssertionError if that takes longer."""
     deadline_s = time.monotonic() + timeout_s
     while not is_so():
-        assert time.monotonic() < deadline_s, f"not so within {timeout_s:g} s"
+        assert time.monotonic() < deadline_s, f"still waiting after {timeout_s:g} s"
         time.sleep(POLL_S)
