@@ -1,6 +1,8 @@
 """`make storm-containers`: its schedules are drawn as documented, and hit what the overlay has."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -21,6 +23,7 @@ from tests.containers.storm.schedule import (
     SERVICES,
     schedule,
 )
+from tests.containers.storm.stepped_clock import VARIABLES, SteppedClock
 from tests.containers.storm.verdict import Left, defects
 
 OVERLAY = Path(__file__).parents[2] / "deploy/kubernetes/overlays/local"
@@ -38,8 +41,16 @@ after step 5: fill the disk of kafka-0/kafka for 24 s
 after step 6: take agents-0 off the network for 10 s
 after step 7: kill -9 gateway-0/gateway, started again after 8 s
 """
+TIMED = """
+import datetime, sys, time
+wall_s, monotonic_s = time.time(), time.monotonic()
+for _ in sys.stdin:
+    time.sleep(0.001)
+    seconds = datetime.datetime.now().timestamp()
+    print([time.time() - wall_s, seconds - wall_s], flush=True)
+print(time.monotonic() - monotonic_s)
+"""
 HELD = Left(
-    steps=frozenset({0, 1}),
     audit_status=0,
     audit="demo: completed\n"
     + "".join(f"| G{number} | held: 2 steps, 16 groups |\n" for number in range(1, 6)),
@@ -85,6 +96,31 @@ def test_seeds_in_a_row_hit_everybody_once():
     assert sorted(steps_s) == sorted(CLOCK_STEPS_S)
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_a_stepped_clock_moves_the_wall_clock_alone(tmp_path: Path):
+    clock = SteppedClock(tmp_path / "clock")
+    inside = {"LD_PRELOAD": "library.so", "STEPPED_CLOCK_FILE": "seconds"}
+    assert {Path(value).name for value in VARIABLES.values()} == set(inside.values())
+    with subprocess.Popen(
+        [sys.executable, "-c", TIMED],
+        env={**os.environ, **{key: str(clock.folder / name) for key, name in inside.items()}},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for step_s in (0, 3600, -3600):
+            clock.step(step_s)
+            process.stdin.write("\n")
+            process.stdin.flush()
+            walls = json.loads(process.stdout.readline())
+            assert walls == pytest.approx([step_s] * 2, abs=30)
+        process.stdin.close()
+        assert json.loads(process.stdout.readline()) < 30
+    assert process.returncode == 0
+
+
 def test_every_container_of_the_overlay_that_stays_is_hit():
     assert set(CONTAINERS) == {
         f"{name}-0/{container['name']}"
@@ -104,7 +140,6 @@ def test_the_longest_lease_is_the_overlays():
     ("changed", "found"),
     [
         ({}, []),
-        ({"steps": frozenset({0})}, ["step 1 was not trained"]),
         ({"exits": {"gateway-0/gateway": 1}}, ["gateway-0/gateway ended with 1"]),
         ({"audit_status": 1}, ["the audit ended with 1"]),
         (

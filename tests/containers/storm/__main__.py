@@ -18,13 +18,11 @@ import docker
 from tests.containers.short_run import GROUPS_PER_STEP
 from tests.containers.storm.played import play
 from tests.containers.storm.schedule import STEPS, schedule
-from tests.containers.storm.stepped_clock import HOW_TO as CLOCK_HOW_TO
-from tests.containers.storm.stepped_clock import LIBRARY
 from tests.containers.storm.verdict import Left, defects
 from tests.docker_engine import HOW_TO, docker_answers
 
 FOLDER = Path(__file__).parents[3] / "build/storm-containers"
-PROGRAMS = ("mount", "umount", "nsenter", "iptables", "kubectl")
+PROGRAMS = ("cc", "mount", "umount", "nsenter", "iptables", "kubectl")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -53,8 +51,6 @@ def lacking_here() -> str:
         return HOW_TO
     if os.geteuid() != 0:
         return "needs root: it mounts a small disk and drops packets of single containers"
-    if not LIBRARY.exists():
-        return CLOCK_HOW_TO
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     return f"needs {', '.join(missing)}" if missing else ""
 

@@ -10,7 +10,7 @@ from docker.models.containers import Container as Running
 from tests.containers.pods import POLL_S, Pod, PodRunner, wait_for_end
 from tests.containers.storm.schedule import BROKER, Fault
 from tests.containers.storm.small_disk import SmallDisk
-from tests.containers.storm.stepped_clock import READ_AGAIN_S, SteppedClock
+from tests.containers.storm.stepped_clock import SteppedClock
 
 UP_S_MAX = 180
 """Until a container runs that failed before: the engine of containers waits up to a minute."""
@@ -117,7 +117,7 @@ class Faults:
             time.sleep(fault.for_s)
         finally:
             self._clock.step(0)
-        time.sleep(READ_AGAIN_S + AFTER_STEP_BACK_S)
+        time.sleep(AFTER_STEP_BACK_S)
         self._kill(fault.whom)
 
 

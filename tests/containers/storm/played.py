@@ -5,6 +5,7 @@ from pathlib import Path
 
 import docker
 from docker.models.containers import Container as Running
+from docker.types import Mount
 
 from tests.containers.manifests import Overlay
 from tests.containers.pods import Changes, PodRunner, pod_runner, wait_for_end
@@ -16,14 +17,13 @@ from tests.containers.short_run import (
     events_of,
     short_run,
     start_broker_last,
-    steps_of,
     stop_all,
     wait_for_step,
 )
 from tests.containers.storm.faults import Faults, is_up
 from tests.containers.storm.schedule import BROKER, STEPS, Fault
 from tests.containers.storm.small_disk import small_disk
-from tests.containers.storm.stepped_clock import VARIABLES, SteppedClock
+from tests.containers.storm.stepped_clock import FOLDER_INSIDE, VARIABLES, SteppedClock
 from tests.containers.storm.verdict import Left
 
 BROKER_GROUP = 1000
@@ -47,11 +47,12 @@ def play(
     """
     overlay = Overlay(short_run(steps=STEPS))
     disk_folder, clock = folder / "disk", SteppedClock(folder / "clock")
+    clock_mount = Mount(FOLDER_INSIDE, str(clock.folder), type="bind", read_only=True)
     stepped = [fault.whom for fault in faults if fault.kind == "clock_step"]
     changes = Changes(
         folders={f"{BROKER.split('/')[0]}-data": disk_folder},
         variables=dict.fromkeys(stepped, VARIABLES),
-        mounts=dict.fromkeys(stepped, clock.mounts()),
+        mounts=dict.fromkeys(stepped, (clock_mount,)),
     )
     with (
         small_disk(disk_folder, size_bytes=DISK_BYTES, group=BROKER_GROUP) as disk,
@@ -77,7 +78,6 @@ def _left(runner: PodRunner, overlay: Overlay) -> Left:
         is_up(container)
     stop_all(running, runner)
     return Left(
-        steps=frozenset(steps_of(running[TRAINER])),
         audit_status=audit_status,
         audit=audit,
         exits=exits | {name: wait_for_end(each, timeout_s=1) for name, each in running.items()},

@@ -1,49 +1,38 @@
-"""The wall clock of one container, which can jump: libfaketime, and a file that says by how much.
+"""The wall clock of one container, which can jump: a library answers the calls for it.
 
-All containers of a machine share its clock, so it is the calls to it that are answered otherwise.
-The monotonic clock stays as it is, as it does when a machine's clock is set.
+All containers of a machine share its clock, so it is the calls that are answered otherwise. The
+monotonic clock stays as it is, as it does when a machine's clock is set.
 """
 
+import subprocess
 from pathlib import Path
 
-from docker.types import Mount
-
-LIBRARY = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
-HOW_TO = "no libfaketime, which steps a container's clock; on Debian: apt-get install libfaketime"
-
-READ_AGAIN_S = 1
-"""How often a process looks at the file; a look at every call would slow all of them."""
+SOURCE = Path(__file__).with_name("stepped_clock.c")
+FOLDER_INSIDE = "/stepped-clock"
+"""Where a container finds the clock's folder."""
 
 VARIABLES = {
-    "LD_PRELOAD": "/faketime/library.so",
-    "FAKETIME_TIMESTAMP_FILE": "/faketime/step/seconds",
-    "FAKETIME_CACHE_DURATION": str(READ_AGAIN_S),
-    "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-    "NO_FAKE_STAT": "1",
+    "LD_PRELOAD": f"{FOLDER_INSIDE}/library.so",
+    "STEPPED_CLOCK_FILE": f"{FOLDER_INSIDE}/seconds",
 }
 
 
 class SteppedClock:
-    """What a container with `VARIABLES` and `mounts` takes for the time.
+    """What a container with `VARIABLES` takes for the time.
 
     Args:
-        folder: Has the file; only this clock's.
+        folder: Gets the compiled library and the seconds; for this clock alone.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         folder.mkdir()
-        self.step(0)
+        self._seconds = folder / "seconds"
+        self._seconds.write_bytes(bytes(8))
+        command = ["cc", "-shared", "-fPIC", "-O2", "-Wall", "-Wextra", SOURCE]
+        subprocess.run([*command, "-o", folder / "library.so"], check=True)
 
     def step(self, by_s: int) -> None:
         """Be this many seconds ahead of the machine, or behind it."""
-        written = self._folder / "seconds.new"
-        written.write_text(f"{by_s:+d}\n")
-        written.replace(self._folder / "seconds")
-
-    def mounts(self) -> tuple[Mount, ...]:
-        """The library and the file, for the container."""
-        return (
-            Mount("/faketime/library.so", str(LIBRARY), type="bind", read_only=True),
-            Mount("/faketime/step", str(self._folder), type="bind", read_only=True),
-        )
+        with self._seconds.open("r+b") as file:
+            file.write(by_s.to_bytes(8, "little", signed=True))

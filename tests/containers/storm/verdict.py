@@ -12,13 +12,11 @@ class Left(Struct, frozen=True, kw_only=True):
     """What a run left: containers are named pod/container.
 
     Attributes:
-        steps: Numbers of the steps that the trainer reported.
         audit: What `forgemq audit` printed.
         exits: Statuses after SIGTERM, or after the end of what ends by itself.
         failures: Why services ended that nobody stopped, in their own words.
     """
 
-    steps: frozenset[int]
     audit_status: int
     audit: str
     exits: Mapping[str, int]
@@ -27,8 +25,7 @@ class Left(Struct, frozen=True, kw_only=True):
 
 def defects(left: Left, *, steps: int, groups: int) -> list[str]:
     """What does not hold of a run that went to its end, with so many steps and groups in them."""
-    found = [f"step {step} was not trained" for step in range(steps) if step not in left.steps]
-    found += [f"{name} ended with {status}" for name, status in left.exits.items() if status]
+    found = [f"{name} ended with {status}" for name, status in left.exits.items() if status]
     verdicts = dict(re.findall(r"(G\d)\s+\S?\s*(held|DID NOT HOLD)", left.audit))
     found += [
         f"{each}: {verdicts.get(each, 'the audit does not name it')}"
