@@ -53,9 +53,9 @@ test-cluster-admission: $(STAMP)  ## Apply every overlay to a real API server; c
 	@$(BIN)/python -m tests.cluster.programs kube_apiserver
 	@$(BIN)/python -m pytest -q -m cluster $(or $(ARGS),tests/cluster/test_admission.py)
 
-test-cluster: $(STAMP)  ## Run a pod on a real Kubernetes node; compiles it once; as root
+test-cluster: $(STAMP)  ## Run the local overlay on a real Kubernetes node, with pods deleted and rolled; as root
 	@$(BIN)/python -m tests.cluster.programs node
-	@$(BIN)/python -m pytest -q -m cluster --durations=5 $(or $(ARGS),tests/cluster)
+	@$(if $(BASE),BASE=$(BASE)) $(BIN)/python -m pytest -q -s -m cluster --durations=5 $(or $(ARGS),tests/cluster)
 
 test-containers: $(STAMP)  ## Run the whole stack in containers, with kills; BASE=<base image>
 	@$(if $(BASE),BASE=$(BASE)) $(BIN)/python -m pytest -q -m containers --durations=5 $(or $(ARGS),tests/containers)
