@@ -1,8 +1,8 @@
 """Whole runs with a teacher, on a real broker and two real engines: the policy comes near it.
 
 The demo's model is taught by the archive desk's, which has its tokens and was trained further. The
-teacher alone decides what trains (`reward_weight = 0`). The control hears next to nothing of it:
-its advantages are those of the rewards.
+teacher alone decides what trains (`reward_weight = 0`). In the control its weight is 1e-9, and the
+advantages are those of the rewards.
 """
 
 import json
@@ -49,7 +49,7 @@ def divergences(
 
 
 @pytest.mark.parametrize(("weights", "least", "most"), [(TAUGHT, 0, 0.6), (UNTAUGHT, 0.93, 99)])
-def test_a_policy_comes_near_its_teacher_exactly_if_it_listens(
+def test_a_policy_comes_near_its_teacher_if_and_only_if_the_teacher_has_weight(
     kafka_bootstrap, base_engine_url, teacher_url, new_run_id, tmp_path, weights, least, most
 ):
     environ = {"FORGEMQ_KAFKA": kafka_bootstrap, "FORGEMQ_ENGINE_URL": base_engine_url}

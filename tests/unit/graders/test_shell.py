@@ -85,7 +85,7 @@ async def test_what_a_command_leaves_running_is_killed_before_the_next_one() -> 
     ids=["time", "cpu", "output", "memory"],
 )
 async def test_a_command_at_a_limit_ends_alone(command: str, ended: str) -> None:
-    async with shell(time_s=5 if ended == "cpu" else 1) as opened:
+    async with shell(time_s=20 if ended == "cpu" else 1) as opened:
         await opened.run("echo kept > a")
         execution = await opened.run(command)
         assert execution.ended == ended
