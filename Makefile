@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 	storm storm-containers fuzz lint advisories contracts load images sbom lock clean
 
 help:  ## List the verbs
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 32
 
 setup: $(STAMP)  ## Make the virtual environment from the hashed lock
 

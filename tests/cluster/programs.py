@@ -1,8 +1,8 @@
 """Programs of Kubernetes, compiled from its Go modules.
 
 `python -m tests.cluster.programs kube_apiserver` compiles the API server if it is not there, and
-`python -m tests.cluster.programs node` all that a node runs. The first time that takes a quarter of
-an hour of one core, or a third, and 1 GB of Go's downloads. Nothing is installed.
+`python -m tests.cluster.programs node` all that a node runs. The first time the one takes about 15
+minutes of one core, the other about 20, and both 1 GB of Go's downloads. Nothing is installed.
 """
 
 import os

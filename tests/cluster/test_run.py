@@ -44,7 +44,7 @@ WORKLOADS = (
     "deployment/console",
     "deployment/agents",
 )
-AUDIT = ("python", "-m", "forgemq_launcher", "audit", "demo")
+AUDIT = ("/venv/bin/python", "-m", "forgemq_launcher", "audit", "demo")
 STAYS = {"console", "kafka", "run"}
 """Which workloads have pods after the end."""
 

@@ -60,3 +60,13 @@ async def test_an_episode_is_open_until_it_ends_or_its_group_is_closed(model: Pa
     assert before == (GROUPS, GROUPS, GROUPS * INDICES)
     assert one_ended[2] == GROUPS * INDICES - 1
     assert one_closed[2] == GROUPS * INDICES - 1 - INDICES
+
+
+async def test_conversations_of_live_traffic_ask_for_no_agents(model: Path) -> None:
+    async with scene_of(model) as scene:
+        admit(scene)
+        before = measured(scene)
+        live = msgspec.structs.replace(admitted(GROUPS), domain="shop", source="live")
+        scene.context.registry.apply_admitted_group(live)
+        after = measured(scene)
+    assert after == (before[0] + 1, before[1] + 1, before[2])

@@ -16,7 +16,7 @@ from forgemq_contracts.requested_end import RequestedEnd
 from forgemq_contracts.rounds import end_round_groups
 from forgemq_contracts.run import Evaluation, StartedRun
 from forgemq_contracts.topics import ADMITTED_GROUPS, RETIRED_GROUPS
-from forgemq_launcher.commands.ending import played_or_asked, wait_until_played
+from forgemq_launcher.commands.ending import new_end, played_or_asked, wait_until_played
 from forgemq_launcher.records.run_end import request_end
 from forgemq_launcher.upkeep.cluster import Cluster, ClusterError, own_cluster, workload_of
 from forgemq_settings.environment import SettingsError
@@ -29,6 +29,12 @@ def started_with_tasks(tasks: int) -> StartedRun:
     begun = started()
     made = msgspec.structs.replace(begun.configuration, evaluation=Evaluation(tasks=tasks))
     return msgspec.structs.replace(begun, configuration=made)
+
+
+def test_a_run_does_not_end_before_the_start_that_a_faster_clock_wrote() -> None:
+    begun = started()
+    assert new_end(begun, None, at_ms=begun.started_ms - 300_000).ended_ms == begun.started_ms
+    assert new_end(begun, None, at_ms=begun.started_ms + 7).ended_ms == begun.started_ms + 7
 
 
 def played(name: str, *, is_over: bool = True) -> list[Output]:

@@ -110,14 +110,11 @@ def test_an_engine_that_is_paused_or_no_decode_engine_looks_for_nothing() -> Non
         assert (scheduler.waiting_queue, scheduler.looks) == ([], 0)
 
 
-def test_what_does_not_come_holds_a_pause_up_for_a_bounded_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_does_not_come_holds_a_pause_up_for_a_bounded_time() -> None:
     class Stuck(DecodeScheduler):
         def process_decode_queue(self) -> None:
             self.looks += 1
 
-    monkeypatch.setattr(pair, "_TAKE_ROUNDS_MAX", 7)
     scheduler = Stuck(Queue(["a"]), Queue())
     pair.take_what_has_come(scheduler)
-    assert scheduler.looks == 7
+    assert scheduler.looks == pair._TAKE_ROUNDS_MAX

@@ -350,7 +350,8 @@ GAUGES: dict[GaugeName, Metric] = {
     ),
     "gateway.episodes_open": Metric(
         "{episode}",
-        "Episodes of this gateway's admitted groups that have not ended, claimed or not.",
+        "Episodes of this gateway's admitted groups that have not ended, claimed or not, but for "
+        "those of live traffic.",
     ),
     "gateway.history_bytes": Metric("By", "Memory of the message histories of open groups."),
 }

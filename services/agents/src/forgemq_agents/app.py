@@ -146,7 +146,7 @@ def _choices(
 
 
 async def _run_until_signal(playing: Coroutine[None, None, None]) -> None:
-    """Play until the end or a signal; open episodes then lapse and are played again later."""
+    """Play until the end or a signal; open episodes are then given back and played again."""
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(playing)

@@ -3,8 +3,8 @@
 A process that is stopped, or gets no CPU, does not report that it is there, and the run's other
 gateways take over its groups. When it goes on, requests lie in its sockets, and it may read them
 before the log. A turn that it began then would be sampled without what the new owner has answered
-meanwhile, and for no client. So no request is served after a standstill until every change of
-owners that was made by then is read.
+meanwhile, and for no client. So no request that comes after a standstill is served until every
+change of owners that was made by then is read.
 """
 
 import asyncio

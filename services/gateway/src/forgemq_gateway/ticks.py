@@ -85,7 +85,8 @@ def measure_groups(context: GatewayContext) -> None:
     telemetry.gauge("gateway.groups_unclaimed", sum(not each.episodes for each in admitted))
     open_episodes = Counter({queue.domain: 0 for queue in context.configuration.queues})
     for group in admitted:
-        if not group.closed:
+        # Agents play no episode of callers of an endpoint in use, however many more there are.
+        if not group.closed and group.facts.source != "live":
             open_episodes[group.facts.domain] += group.facts.group_size - len(group.finished)
     for domain, count in open_episodes.items():
         telemetry.gauge("gateway.episodes_open", count, domain=domain)

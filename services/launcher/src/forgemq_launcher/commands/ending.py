@@ -114,7 +114,7 @@ async def end_run(
         await _change(cluster, workloads, is_released=True)
         if requested is not None and workloads:
             await wait_until_left(kafka_connection(environ), folder.run)
-        end = ended or _end(folder.run, requested)
+        end = ended or new_end(started, requested, at_ms=now_ms())
         result, reader = await audit_run(log, started, reason=end.reason, now_ms=end.ended_ms)
         if ended is None:
             end = msgspec.structs.replace(end, results=result_values(result))
@@ -142,11 +142,16 @@ async def played_or_asked(
         await asyncio.gather(playing, asked, return_exceptions=True)
 
 
-def _end(run: str, requested: RequestedEnd | None) -> EndedRun:
-    """The end of a run that was played, or that somebody asked for."""
+def new_end(started: StartedRun, requested: RequestedEnd | None, *, at_ms: int) -> EndedRun:
+    """The end of a run that was played, or that somebody asked for.
+
+    It is not before the start, which a machine with another clock may have written.
+    """
+    ended_ms = max(at_ms, started.started_ms)
     if requested is None:
-        return EndedRun(run=run, reason="completed", ended_ms=now_ms())
-    return EndedRun(run=run, reason="interrupted", ended_ms=now_ms(), detail=asked_text(requested))
+        return EndedRun(run=started.run, reason="completed", ended_ms=ended_ms)
+    detail = asked_text(requested)
+    return EndedRun(run=started.run, reason="interrupted", ended_ms=ended_ms, detail=detail)
 
 
 async def wait_until_left(
@@ -154,7 +159,7 @@ async def wait_until_left(
 ) -> None:
     """Return once no service but the console is a member of a consumer group of the run.
 
-    So the run's last record comes after what its services still wrote.
+    So the run's last record comes after what these wrote. Trainer and lanes join no group.
 
     Args:
         connection: To the run's broker.

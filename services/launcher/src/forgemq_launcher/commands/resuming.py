@@ -33,7 +33,9 @@ async def resume(folder: RunFolder, environ: Mapping[str, str], console: Console
             raise RunFolderError(f"run {folder.run} has not ended: start its services")
         if ended.reason == "completed":
             raise RunFolderError(f"run {folder.run} is completed: there is nothing left to play")
-        again = await next_start(log, started.configuration, blobs=started.blobs, now_ms=now_ms())
+        # By the clock of this machine it may be earlier than the end, which another one wrote.
+        at_ms = max(now_ms(), ended.ended_ms + 1)
+        again = await next_start(log, started.configuration, blobs=started.blobs, now_ms=at_ms)
         await write_start(kafka_connection(environ), again)
     text = f"run {folder.run} is announced again, behind step {again.resumed_from_step}"
     console.print(f"{text}: start its services", highlight=False, soft_wrap=True)
