@@ -61,23 +61,30 @@ def previous_contracts() -> dict[str, Any]:
     return frozen
 
 
+def previous_revision() -> str:
+    """Tag or commit of the previous release."""
+    return previous()["revision"]
+
+
 def previous_file(path: str) -> bytes:
     """A file of the previous release; skips the test if this clone's history lacks it."""
-    return _git("show", f"{previous()['revision']}:{path}")
+    revision = previous_revision()
+    return _git("show", f"{revision}:{path}", revision=revision)
 
 
-def previous_release(folder: Path) -> Release:
+def previous_release(folder: Path, *, revision: str | None = None) -> Release:
     """The previous release's tree, unpacked; skips the test if this clone's history lacks it."""
-    archive = _git("archive", previous()["revision"], "contracts", "libs", "services", "tests")
+    revision = revision or previous_revision()
+    parts = ("contracts", "libs", "services", "tests")
+    archive = _git("archive", revision, *parts, revision=revision)
     with tarfile.open(fileobj=io.BytesIO(archive)) as tree:
         tree.extractall(folder, filter="data")
     return Release(name="previous", root=folder)
 
 
-def _git(*arguments: str) -> bytes:
+def _git(*arguments: str, revision: str) -> bytes:
     command = ["git", "-C", str(ROOT), *arguments]
     try:
         return subprocess.run(command, check=True, capture_output=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        revision = previous()["revision"]
         pytest.skip(f"no history with the previous release, {revision}: {error}")

@@ -14,11 +14,9 @@ from tests.engine_fixture import ENGINE_MODEL, started_engine
 from tests.integration.test_pool import (
     FOUND_TOKENS,
     PAGE_TOKENS,
-    PAGES,
     Pooled,
-    asked,
+    asked_around_an_update,
     context_of,
-    lanes_on,
 )
 from tests.integration.test_weights_engine import logprobs, perturbed
 
@@ -58,17 +56,9 @@ async def test_an_engine_finds_what_another_computed_until_both_have_new_weights
 ) -> None:
     trained = perturbed(ENGINE_MODEL, tmp_path / "trained", seed=2)
     context = context_of(7)
-    async with lanes_on(pooled, ENGINE_MODEL) as (first, second):
-        cold = await asked(first, 1, context)
-        await pooled.until_written(pages_min=PAGES)
-        found = await asked(second, 1, context)
-        for scene in (first, second):
-            await scene.publish(trained, version=1)
-            await scene.loaded(count=2)
-        new = await asked(first, 2, context)
-        await pooled.until_written(pages_min=2 * PAGES)
-        new_found = await asked(second, 2, context)
-    records = (cold, found, new, new_found)
+    cold, found, new, new_found = records = await asked_around_an_update(
+        pooled, context, model=ENGINE_MODEL, new=trained
+    )
     assert [each.cached_tokens_storage for each in records] == [0, FOUND_TOKENS, 0, FOUND_TOKENS]
     for computing, fetching, model in ((cold, found, ENGINE_MODEL), (new, new_found, trained)):
         output = list(unpack_ids(fetching.output))

@@ -209,3 +209,16 @@ def _is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def curves_of_the_demo(
+    run: LaunchedRun, run_id: str, *overrides: str, steps: int
+) -> list[dict[str, Any]]:
+    """Play the demo to its end without held-out tasks; its curves, a row each step."""
+    try:
+        run.start(DEMO, f"run={run_id}", f"trainer.steps={steps}", "evaluation.tasks=0", *overrides)
+        assert run.wait_for_end(within_s=1000) == 0, run.story()
+    finally:
+        run.close()
+    lines = (run.runs / run_id / "curves.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]

@@ -5,7 +5,6 @@ teacher alone decides what trains (`reward_weight = 0`). In the control its weig
 advantages are those of the rewards.
 """
 
-import json
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine_fixture import engine_options, started_engine
-from tests.integration.launched_run import DEMO, LaunchedRun
+from tests.integration.launched_run import LaunchedRun, curves_of_the_demo
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1200)]
 
@@ -36,14 +35,9 @@ def divergences(
 ) -> tuple[float, float]:
     """Divergence to the teacher in the first step, and over the newest steps, nats a token."""
     run = LaunchedRun(folder, environ)
-    try:
-        run.start(DEMO, f"run={run_id}", f"trainer.steps={STEPS}", "evaluation.tasks=0", *overrides)
-        assert run.wait_for_end(within_s=1000) == 0, run.story()
-    finally:
-        run.close()
+    rows = curves_of_the_demo(run, run_id, *overrides, steps=STEPS)
     assert run.report(run_id)["guarantees"] == dict.fromkeys(("G1", "G2", "G3", "G4", "G5"), True)
-    lines = (run.runs / run_id / "curves.jsonl").read_text().splitlines()
-    seen = [row["kl_teacher"] for row in map(json.loads, lines) if "kl_teacher" in row]
+    seen = [row["kl_teacher"] for row in rows if "kl_teacher" in row]
     assert len(seen) == STEPS
     return seen[0], statistics.mean(seen[-NEWEST:])
 

@@ -1,12 +1,11 @@
 """Short runs of the demo on the real broker and the real engine: reward teaches, noise does not."""
 
-import json
 import statistics
 from pathlib import Path
 
 import pytest
 
-from tests.integration.launched_run import DEMO, LaunchedRun
+from tests.integration.launched_run import LaunchedRun, curves_of_the_demo
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1200)]
 
@@ -23,14 +22,9 @@ def success_at_both_ends(
 ) -> tuple[float, float]:
     """Mean success on training tasks under the first and under the last weight versions."""
     run = LaunchedRun(folder, environ)
-    try:
-        run.start(DEMO, f"run={run_id}", f"trainer.steps={STEPS}", "evaluation.tasks=0", *overrides)
-        assert run.wait_for_end(within_s=1000) == 0, run.story()
-    finally:
-        run.close()
-    lines = (run.runs / run_id / "curves.jsonl").read_text().splitlines()
+    rows = curves_of_the_demo(run, run_id, *overrides, steps=STEPS)
     # Versions that sampled few training groups have no success.
-    success = [row["success"] for row in map(json.loads, lines) if "success" in row]
+    success = [row["success"] for row in rows if "success" in row]
     assert len(success) >= STEPS - 4
     return statistics.mean(success[:FIRST]), statistics.mean(success[-LAST:])
 

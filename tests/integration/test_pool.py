@@ -119,20 +119,29 @@ def computed(model: Path, context: list[int], output: list[int]) -> Any:
     return pytest.approx(logprobs(model, context + output, first=len(context)), abs=1e-3)
 
 
-async def test_an_engine_finds_what_another_computed_until_both_have_new_weights(
-    pooled: Pooled, engine_model: Path, trained: Path
-) -> None:
-    context = context_of(7)
-    async with lanes_on(pooled, engine_model) as (first, second):
+async def asked_around_an_update(
+    pooled: Pooled, context: list[int], *, model: Path, new: Path
+) -> tuple[FinishedCompletion, FinishedCompletion, FinishedCompletion, FinishedCompletion]:
+    """The first engine's answer and the second's, then both again behind new weights."""
+    async with lanes_on(pooled, model) as (first, second):
         cold = await asked(first, 1, context)
         await pooled.until_written(pages_min=PAGES)
         found = await asked(second, 1, context)
         for scene in (first, second):
-            await scene.publish(trained, version=1)
+            await scene.publish(new, version=1)
             await scene.loaded(count=2)
-        new = await asked(first, 2, context)
+        anew = await asked(first, 2, context)
         await pooled.until_written(pages_min=2 * PAGES)
-        new_found = await asked(second, 2, context)
+        anew_found = await asked(second, 2, context)
+    return cold, found, anew, anew_found
+
+
+async def test_an_engine_finds_what_another_computed_until_both_have_new_weights(
+    pooled: Pooled, engine_model: Path, trained: Path
+) -> None:
+    context = context_of(7)
+    asked_of_both = await asked_around_an_update(pooled, context, model=engine_model, new=trained)
+    cold, found, new, new_found = asked_of_both
     tiers = [
         (record.cached_tokens, record.cached_tokens_host, record.cached_tokens_storage)
         for record in (cold, found, new, new_found)

@@ -8,7 +8,13 @@ import pytest
 
 from forgemq_contracts.groups import AdmittedGroup, EpisodeScore, ScoredGroup
 from forgemq_contracts.run import EndedRun
-from forgemq_contracts.topics import ADMITTED_GROUPS, ENDED_RUNS, SCORED_GROUPS, TRAINED_STEPS
+from forgemq_contracts.topics import (
+    ADMITTED_GROUPS,
+    ENDED_RUNS,
+    SCORED_GROUPS,
+    STARTED_RUNS,
+    TRAINED_STEPS,
+)
 from forgemq_run_view.state import RunState
 from forgemq_run_view.view import RunView
 from tests.unit.run_view.synthetic import DOMAIN, SyntheticRun, metrics, started
@@ -185,6 +191,22 @@ def test_the_end_of_an_earlier_start_is_not_the_end_of_this_one(run):
         end = EndedRun(run="r", reason="completed", ended_ms=at_ms)
         run.put(ENDED_RUNS, end)
         assert state_of(run.messages).ended == expected
+
+
+def test_a_run_that_is_resumed_while_somebody_looks_is_up_again_until_that_start_ends(run):
+    again = msgspec.structs.replace(started(), started_ms=4_000)
+    seen = []
+    for topic, record in (
+        (ENDED_RUNS, EndedRun(run="r", reason="interrupted", ended_ms=3_000)),
+        (STARTED_RUNS, started()),
+        (STARTED_RUNS, again),
+        (ENDED_RUNS, EndedRun(run="r", reason="completed", ended_ms=5_000)),
+    ):
+        run.put(topic, record)
+        state = state_of(run.messages)
+        seen.append((state.ended, state.started_ms))
+    first = started().started_ms
+    assert seen == [("interrupted", first)] * 2 + [("", 4_000), ("completed", 4_000)]
 
 
 def test_another_runs_end_is_not_ours(run):

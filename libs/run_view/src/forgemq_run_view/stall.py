@@ -57,14 +57,18 @@ class StallWatch:
     """
 
     def __init__(self, started: StartedRun, *, patience: Patience | None = None) -> None:
-        self._started = started
-        self._configuration = started.configuration
-        self._mixture = mixture_of(started.configuration)
+        self.start_again(started)
         self._patience = patience or Patience()
         self._book = WatchBook()
         self._behind_since_ms: int | None = None
         self._seen: tuple[StallReason, str] | None = None
         self._seen_since_ms = 0
+
+    def start_again(self, started: StartedRun) -> None:
+        """Judge by this start of the run from now on."""
+        self._started = started
+        self._configuration = started.configuration
+        self._mixture = mixture_of(started.configuration)
 
     def apply(self, message: Message) -> None:
         """Take in one record of the run."""

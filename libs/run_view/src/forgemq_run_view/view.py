@@ -8,6 +8,7 @@ view.state(now_ms=...)       # what the panel and the page show
 from forgemq_contracts.messages import Message
 from forgemq_contracts.mixture import mixture_of, staleness_bounds, staleness_limits
 from forgemq_contracts.run import EndedRun, StartedRun
+from forgemq_contracts.run_ends import is_end_of
 from forgemq_contracts.topics import (
     ADMITTED_GROUPS,
     AUDITED_GROUPS,
@@ -24,6 +25,7 @@ from forgemq_contracts.topics import (
     RETIRED_GROUPS,
     SCHEDULED_STEPS,
     SCORED_GROUPS,
+    STARTED_RUNS,
     TRAINED_STEPS,
     Topic,
 )
@@ -52,6 +54,7 @@ TOPICS: tuple[Topic, ...] = (
     LOADED_WEIGHTS,
     REPORTED_ENGINES,
     REPORTED_GATEWAYS,
+    STARTED_RUNS,
     ENDED_RUNS,
 )
 """Topics whose records change the state; others need not be read."""
@@ -72,16 +75,26 @@ class RunView:
 
     def apply(self, message: Message) -> None:
         """Take in one record of this run."""
-        if isinstance(message.record, EndedRun):
-            if message.record.run == self._started.run:
-                is_of_this_start = message.record.ended_ms >= self._started.started_ms
-                self.end = message.record if is_of_this_start else self.end
-            return
+        match message.record:
+            case EndedRun() as ended:
+                self.end = ended if is_end_of(ended, self._started) else self.end
+                return
+            case StartedRun() as started:
+                self._take_start(started)
+                return
+            case _:
+                pass
         self._groups.apply(message)
         self._steps.apply(message)
         self._engines.apply(message)
         self._acceptance.apply(message)
         self._stalls.apply(message)
+
+    def _take_start(self, started: StartedRun) -> None:
+        """A resume while somebody looks: the run is up again, maybe with other settings."""
+        if started.run == self._started.run and started.started_ms > self._started.started_ms:
+            self._started, self.end = started, None
+            self._stalls.start_again(started)
 
     def knows(self, group_id: str) -> bool:
         """Whether any record named this group, and it is not forgotten."""

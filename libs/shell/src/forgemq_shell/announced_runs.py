@@ -6,6 +6,7 @@ from forgemq_bus.errors import UnknownPlaceError
 from forgemq_bus.kept_records import message_of, read_all
 from forgemq_bus.log import Log, Place
 from forgemq_contracts.run import EndedRun, StartedRun
+from forgemq_contracts.run_ends import is_end_of
 from forgemq_contracts.topics import SHARED
 
 
@@ -36,11 +37,7 @@ async def announced_runs(log: Log) -> tuple[AnnouncedRun, ...]:
     except UnknownPlaceError:
         return ()
     found = [
-        AnnouncedRun(started=started, ended=_of_this_start(ends.get(run), started))
-        for run, started in starts.items()
+        AnnouncedRun(started=started, ended=end if end and is_end_of(end, started) else None)
+        for started, end in ((started, ends.get(run)) for run, started in starts.items())
     ]
     return tuple(sorted(found, key=lambda each: -each.started.started_ms))
-
-
-def _of_this_start(ended: EndedRun | None, started: StartedRun) -> EndedRun | None:
-    return ended if ended is not None and ended.ended_ms >= started.started_ms else None

@@ -7,18 +7,13 @@ from collections.abc import Callable
 import msgspec
 
 from forgemq_bus.errors import AccessError, LogError, LogUnavailableError
+from forgemq_bus.kept_records import read_all
 from forgemq_bus.log import Log, Place
 from forgemq_contracts.run import StartedRun
 from forgemq_contracts.topics import STARTED_RUNS
 
 _PLACE = Place(STARTED_RUNS.name, 0)
 _DECODER = msgspec.msgpack.Decoder(StartedRun)
-_READ_S = 0.2
-"""One wait for records that are on the log: they come at once or the broker is gone."""
-
-_READ_RECORDS_MAX = 1000
-"""One read: a broker that serves many runs has one small record of each."""
-
 _RETRY_S = 0.5
 """Between two looks: short beside a service's start of seconds."""
 
@@ -102,20 +97,9 @@ class _Missing:
 
 async def newest_start(log: Log, run: str) -> StartedRun | None:
     """Read the newest StartedRun of the run that is on the log; None if it is not there yet."""
-    first = (await log.first_positions([_PLACE]))[_PLACE]
-    end = (await log.end_positions([_PLACE]))[_PLACE]
-    if first >= end:
-        return None
     newest = None
-    reader = await log.reader({_PLACE: first})
-    try:
-        while reader.position(_PLACE) < end:
-            records = await reader.read(timeout_s=_READ_S, records_max=_READ_RECORDS_MAX)
-            if not records:
-                break
-            for record in records:
-                if record.key == run.encode():
-                    newest = _DECODER.decode(record.value)
-    finally:
-        await reader.close()
+    async for records in read_all(log, [_PLACE]):
+        for record in records:
+            if record.key == run.encode():
+                newest = _DECODER.decode(record.value)
     return newest

@@ -11,7 +11,7 @@ from forgemq_gateway.core.episodes import HeldEpisode
 
 
 class Leases:
-    """One time to look at each episode that has not ended.
+    """Times to look at each episode that has not ended.
 
     Example: leased at 0 s for 60 s and renewed at 50 s, an episode is checked at 60 s and 110 s.
 
@@ -24,25 +24,19 @@ class Leases:
         self._looks: list[tuple[float, str]] = []
 
     def add(self, episode: HeldEpisode) -> None:
-        """Add an episode, once."""
+        """Look at an episode when its lease ends: a new one, or one whose lease was shortened."""
         heapq.heappush(self._looks, (episode.lease_until_s, episode.episode_id))
-
-    def advance(self, episode: HeldEpisode) -> None:
-        """Look at an episode when its lease ends now: that is earlier than it was to be."""
-        self._looks = [look for look in self._looks if look[1] != episode.episode_id]
-        heapq.heapify(self._looks)
-        self.add(episode)
 
     def lapsed(self, now_s: float) -> list[HeldEpisode]:
         """The open episodes whose lease has lapsed; named again until they are open no more."""
-        due = []
+        due: dict[str, HeldEpisode] = {}
         while self._looks and self._looks[0][0] <= now_s:
             episode = self._episode(heapq.heappop(self._looks)[1])
             if episode is not None and episode.state != "ended":
-                due.append(episode)
-        for episode in due:
+                due[episode.episode_id] = episode
+        for episode in due.values():
             heapq.heappush(self._looks, (_next_look_s(episode, now_s), episode.episode_id))
-        return [episode for episode in due if episode.has_lapsed(now_s)]
+        return [episode for episode in due.values() if episode.has_lapsed(now_s)]
 
 
 def _next_look_s(episode: HeldEpisode, now_s: float) -> float:

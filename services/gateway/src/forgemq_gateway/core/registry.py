@@ -285,7 +285,7 @@ class Registry:
     def release(self, episode: HeldEpisode, *, now_s: float) -> None:
         """Let the lease of an episode lapse now."""
         episode.release(now_s)
-        self._leases.advance(episode)
+        self._leases.add(episode)
 
     def renew_leases(self, now_s: float) -> None:
         """Let every lease that has not lapsed run from now, because no agent could be heard."""

@@ -14,6 +14,7 @@ from forgemq_bus.log import Place
 from forgemq_contracts.run import StartedRun
 from forgemq_contracts.topics import SHARED, STARTED_RUNS
 from forgemq_launcher import exit_status
+from forgemq_launcher.display.lines import say
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
 from forgemq_shell.connection import kafka_connection
 
@@ -109,11 +110,11 @@ def _question(
 async def _delete_there(removal: KafkaRemoval, found: RunOnBroker, console: Console) -> None:
     await removal.delete(found)
     for topic in found.topics:
-        _say(console, f"removed topic {topic}")
+        say(console, f"removed topic {topic}")
     for group in found.groups:
-        _say(console, f"removed consumer group {group}")
+        say(console, f"removed consumer group {group}")
     shared = ", ".join(topic.name for topic in SHARED)
-    _say(console, f"its records on {shared} stay: all runs share these topics")
+    say(console, f"its records on {shared} stay: all runs share these topics")
 
 
 def _is_elsewhere(blobs: str) -> bool:
@@ -126,19 +127,19 @@ async def _delete_blobs(folder: RunFolder, blobs: str, console: Console) -> None
     if not blobs or blobs == str(folder / "blobs"):
         return
     if _is_elsewhere(blobs):
-        _say(console, f"there is no folder {blobs} here: its blobs stay where that folder is")
+        say(console, f"there is no folder {blobs} here: its blobs stay where that folder is")
         return
     size_bytes = await BlobStore(blobs, run=folder.run).delete_all()
     if size_bytes:
-        _say(console, f"removed its blobs and weights in {blobs} ({size_bytes:,} bytes)")
+        say(console, f"removed its blobs and weights in {blobs} ({size_bytes:,} bytes)")
     else:
-        _say(console, f"found no blobs of it in {blobs}, seen from this machine")
+        say(console, f"found no blobs of it in {blobs}, seen from this machine")
 
 
 def _delete_folder(folder: RunFolder, console: Console) -> None:
     if folder.path.is_dir():
         folder.remove()
-        _say(console, f"removed {folder.path}")
+        say(console, f"removed {folder.path}")
 
 
 async def _announced_blobs(connection: KafkaConnection, run: str) -> str:
@@ -157,9 +158,5 @@ async def _announced_blobs(connection: KafkaConnection, run: str) -> str:
 
 
 def _nothing(console: Console) -> int:
-    _say(console, "nothing was removed; --yes removes without asking")
+    say(console, "nothing was removed; --yes removes without asking")
     return exit_status.REFUSED
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

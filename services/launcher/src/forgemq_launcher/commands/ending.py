@@ -25,6 +25,7 @@ from forgemq_launcher import exit_status
 from forgemq_launcher.commands.inspection import end_of, leave_report
 from forgemq_launcher.commands.run_on_broker import run_on_broker
 from forgemq_launcher.core.outside_agents import TOLD_S
+from forgemq_launcher.display.lines import say
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.records.run_end import end_requested
 from forgemq_launcher.records.run_results import result_values
@@ -108,7 +109,7 @@ async def end_run(
             console.print(f"waiting until run {folder.run} is played", highlight=False)
             requested = await played_or_asked(log, started)
         if requested is not None:
-            _say(console, asked_text(requested))
+            say(console, asked_text(requested))
         elif ended is None:
             await asyncio.sleep(TOLD_S)  # Agents outside ask within this whether it is over.
         await _change(cluster, workloads, is_released=True)
@@ -242,7 +243,3 @@ async def _change(
                 if not left:
                     raise
                 await asyncio.sleep(LOOK_EVERY_S)
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

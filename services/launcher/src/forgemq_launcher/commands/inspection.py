@@ -11,7 +11,6 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 from forgemq_audit.run_report import audit_run
-from forgemq_bus.errors import BlobError
 from forgemq_bus.kafka import KafkaLog
 from forgemq_bus.kafka_runs import runs_on_broker
 from forgemq_bus.kept_records import message_of, read_all, read_at, read_from
@@ -19,12 +18,14 @@ from forgemq_bus.log import Log, Place, Record
 from forgemq_bus.partitions import dead_letters_of
 from forgemq_bus.payloads import BLOB_HEADERS, reference_of
 from forgemq_contracts.run import EndedRun, StartedRun
+from forgemq_contracts.run_ends import is_end_of
 from forgemq_contracts.topics import ENDED_RUNS, OF_RUN
 from forgemq_launcher import exit_status
 from forgemq_launcher.commands.run_on_broker import run_on_broker
 from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.cuts import cut_lines
 from forgemq_launcher.display.fork_table import fork_table
+from forgemq_launcher.display.lines import left_out, say
 from forgemq_launcher.display.report_files import closing, write_report
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
@@ -160,7 +161,7 @@ async def inspect(
     `as_requests` prints its requests instead, whole, one as JSON in each line.
     """
     async with run_on_broker(folder, environ) as (log, started):
-        follower = Follower(log, started, without_blobs=partial(_say_left_out, console))
+        follower = Follower(log, started, without_blobs=lambda error: say(console, left_out(error)))
         await follower.catch_up()
         if what is None:
             print_groups(follower, console)
@@ -188,11 +189,6 @@ async def inspect(
     for trajectory in found:
         print_trajectory(trajectory, tokenizer, console)
     return exit_status.OK
-
-
-def _say_left_out(console: Console, error: BlobError) -> None:
-    text = f"what lies in the blob store is left out, set FORGEMQ_BLOBS: {error}"
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _is_of(episode_id: str, *, what: str) -> bool:
@@ -235,10 +231,9 @@ async def end_of(log: Log, started: StartedRun) -> EndedRun | None:
     async for records in read_all(log, [Place(ENDED_RUNS.name, 0)]):
         for record in records:
             ended = message_of(record).record
-            if isinstance(ended, EndedRun) and ended.run == started.run:
+            if isinstance(ended, EndedRun) and is_end_of(ended, started):
                 newest = ended
-    is_of_this_start = newest is not None and newest.ended_ms >= started.started_ms
-    return newest if is_of_this_start else None
+    return newest
 
 
 def print_groups(follower: Follower, console: Console) -> None:

@@ -9,6 +9,7 @@ from forgemq_contracts.requested_end import RequestedEnd
 from forgemq_launcher import exit_status
 from forgemq_launcher.commands.inspection import end_of
 from forgemq_launcher.commands.run_on_broker import run_on_broker
+from forgemq_launcher.display.lines import say
 from forgemq_launcher.records.run_end import request_end, run_ended
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
 from forgemq_shell.clock import now_ms
@@ -40,25 +41,21 @@ async def stop(
         raise RunFolderError(f"run {folder.run} is not up")
     async with run_on_broker(folder, environ) as (log, started):
         if ended := await end_of(log, started):
-            _say(console, f"run {folder.run} is over: {ended.reason}")
+            say(console, f"run {folder.run} is over: {ended.reason}")
             return exit_status.OK
         requested = RequestedEnd(
             run=folder.run, started_ms=started.started_ms, requested_ms=now_ms(), detail=detail
         )
         await request_end(log, requested)
-        _say(console, f"run {folder.run} is asked to end")
+        say(console, f"run {folder.run} is asked to end")
         try:
             ended = await asyncio.wait_for(run_ended(log, started), timeout_s)
         except TimeoutError:
-            _say(
+            say(
                 console,
                 f"run {folder.run} has not ended within {timeout_s:g} s: is its `forgemq run`, or "
                 f"`forgemq end`, up? The request stays on its log",
             )
             return exit_status.FAILED
-    _say(console, f"run {folder.run} has ended: {ended.reason}")
+    say(console, f"run {folder.run} has ended: {ended.reason}")
     return exit_status.OK
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

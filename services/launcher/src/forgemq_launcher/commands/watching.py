@@ -10,6 +10,7 @@ from forgemq_bus.errors import BlobError, LogError
 from forgemq_contracts.run import EndedRun
 from forgemq_launcher import exit_status
 from forgemq_launcher.commands.run_on_broker import run_on_broker
+from forgemq_launcher.display.lines import left_out
 from forgemq_launcher.display.panel import PanelView, ShownService
 from forgemq_launcher.display.run_display import RunDisplay
 from forgemq_launcher.display.screen import Screen
@@ -57,7 +58,7 @@ async def watch(folder: RunFolder, environ: Mapping[str, str], console: Console)
 
 async def _watch(folder: RunFolder, environ: Mapping[str, str], screen: Screen) -> int:
     def without_blobs(error: BlobError) -> None:
-        screen.say(f"what lies in the blob store is left out, set FORGEMQ_BLOBS: {error}")
+        screen.say(left_out(error))
 
     async with run_on_broker(folder, environ) as (log, started):
         follower = Follower(log, started, without_blobs=without_blobs)

@@ -1,7 +1,7 @@
 """The record of a start of a run: what it continues, and what differs from the start before."""
 
 from forgemq_bus.kept_records import message_of, read_all
-from forgemq_bus.log import Log, Place
+from forgemq_bus.log import Log
 from forgemq_bus.partitions import partitions_of
 from forgemq_contracts.run import RunConfiguration, StartedRun
 from forgemq_contracts.run_changes import FieldChange, changes, check_changes
@@ -9,6 +9,7 @@ from forgemq_contracts.steps import ScheduledStep
 from forgemq_contracts.topics import SCHEDULED_STEPS, STARTED_RUNS
 from forgemq_launcher.core.configuration import ConfigurationError
 from forgemq_launcher.records.run_topics import create_topics, last_trained_step
+from forgemq_shell.started_run import newest_start
 
 
 async def next_start(
@@ -28,7 +29,7 @@ async def next_start(
     """
     found: tuple[FieldChange, ...] = ()
     await log.create_topics({STARTED_RUNS.name: 1})
-    previous = await _newest_start(log, configuration.run)
+    previous = await newest_start(log, configuration.run)
     if previous is not None:
         try:
             check_changes(previous.configuration, configuration)
@@ -46,16 +47,6 @@ async def next_start(
         resumed_from_step=await last_trained_step(log, configuration),
         changes=tuple(map(str, found)),
     )
-
-
-async def _newest_start(log: Log, run: str) -> StartedRun | None:
-    newest: StartedRun | None = None
-    async for records in read_all(log, [Place(STARTED_RUNS.name, 0)]):
-        for record in records:
-            started = message_of(record).record
-            if isinstance(started, StartedRun) and started.run == run:
-                newest = started
-    return newest
 
 
 async def _check_steps(log: Log, configuration: RunConfiguration) -> None:

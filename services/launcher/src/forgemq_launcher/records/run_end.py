@@ -9,6 +9,7 @@ from forgemq_bus.log import Log, Place
 from forgemq_contracts.messages import Output
 from forgemq_contracts.requested_end import RequestedEnd
 from forgemq_contracts.run import EndedRun, StartedRun
+from forgemq_contracts.run_ends import is_end_of
 from forgemq_contracts.topics import ENDED_RUNS, REQUESTED_ENDS
 from forgemq_shell.records import emit_of
 
@@ -42,11 +43,7 @@ async def end_requested(log: Log, started: StartedRun) -> RequestedEnd:
 async def run_ended(log: Log, started: StartedRun) -> EndedRun:
     """Return once this start of the run has ended."""
     async for record in _records(log, _ENDS):
-        if (
-            isinstance(record, EndedRun)
-            and record.run == started.run
-            and record.ended_ms >= started.started_ms
-        ):
+        if isinstance(record, EndedRun) and is_end_of(record, started):
             return record
     raise AssertionError("a topic has no end")
 
