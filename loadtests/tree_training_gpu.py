@@ -40,6 +40,7 @@ from tree_ways import (
 from tree_workloads import SHAPES, Shape, merged_tree, requests
 
 from forgemq_trainer.core.attention.attention import AttentionBackend
+from forgemq_trainer.core.attention.flash4_varlen import choose_kernel, is_flash4_here
 from forgemq_trainer.core.attention.gpu_attention import AttentionKind, GpuAttention, attention_kind
 from forgemq_trainer.core.attention.plan import AttentionPlan, attention_plan, pieces
 from forgemq_trainer.core.flops import Flops, flops_of_tree
@@ -332,7 +333,7 @@ def both_ways(machine: Machine) -> dict[AttentionKind, AttentionBackend]:
     """A GPU's two ways of tree attention, each fixed for all trees."""
     head_size = machine.model["head_dim"]
     return {
-        "varlen": GpuAttention(head_size=head_size, kind="varlen"),
+        "varlen": GpuAttention(head_size=head_size, kind="varlen", varlen=choose_kernel(head_size)),
         "flex": GpuAttention(head_size=head_size, kind="flex"),
     }
 
@@ -353,6 +354,8 @@ def main() -> int:
         print("tree_training_gpu needs a CUDA device; torch sees none here", file=sys.stderr)
         return EXIT_NO_DEVICE
     machine = cuda_machine()
+    if is_flash4_here():  # The baselines get the kernels that the tree has.
+        torch.nn.attention.activate_flash_attention_impl("FA4")
     measurement = Measurement(
         name="tree_training_gpu",
         question="What share of its FLOP ratio and of a GPU's peak does tree training reach?",
@@ -361,7 +364,8 @@ def main() -> int:
             "model": ", ".join(f"{key} {value}" for key, value in QWEN3_8B.items()),
             "layers": f"as many as fit into {machine.memory_bytes / GIBIBYTE:.0f} GiB",
             "dtype": f"bfloat16; float32 products: {torch.get_float32_matmul_precision()}",
-            "baseline": "unpadded, torch's flash attention, some requests and a fit",
+            "flash attention": "flash-attn-4" if is_flash4_here() else "torch's own",
+            "baseline": "unpadded, the same flash attention, some requests and a fit",
             "torch": torch.__version__,
         },
     )

@@ -1,4 +1,4 @@
-"""A GPU's two ways of tree attention, and steps through them, compared with a CPU's pieces."""
+"""A GPU's ways of tree attention, and steps through them, compared with a CPU's pieces."""
 
 from dataclasses import replace
 
@@ -11,7 +11,9 @@ from torch._dynamo.utils import counters
 from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.attention.attention import AttentionBackend, BlockKeys
 from forgemq_trainer.core.attention.cpu_attention import CpuAttention
-from forgemq_trainer.core.attention.gpu_attention import AttentionKind, GpuAttention
+from forgemq_trainer.core.attention.flash4_varlen import Flash4Varlen, is_flash4_here
+from forgemq_trainer.core.attention.flash_varlen import FlashVarlen
+from forgemq_trainer.core.attention.gpu_attention import GpuAttention
 from forgemq_trainer.core.attention.plan import attention_plan, pieces
 from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.logprobs import Edges, edge_logprobs
@@ -27,6 +29,8 @@ pytestmark = [
     pytest.mark.timeout(600),
     # torch reads `.grad` of every input while it compiles, and hides the warning from users.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    # flash-attn-4 uses old names of its compiler.
+    pytest.mark.filterwarnings("ignore:cutlass:DeprecationWarning"),
 ]
 
 DEVICE = torch.device("cuda", 0)
@@ -67,6 +71,16 @@ def _taken(
     return [output, *torch.autograd.grad(output, inputs, owed)]
 
 
+def _way(name: str) -> GpuAttention:
+    """One of a GPU's ways for every run: `flex`, or pieces by torch's kernels or flash-attn-4."""
+    if name == "flex":
+        return GpuAttention(head_size=HEAD_SIZE, kind="flex")
+    if name == "flash4" and not is_flash4_here():
+        pytest.skip("flash-attn-4 is not installed, or is not made for this GPU")
+    kernel = Flash4Varlen() if name == "flash4" else FlashVarlen()
+    return GpuAttention(head_size=HEAD_SIZE, kind="varlen", varlen=kernel)
+
+
 def _difference(seen: Tensor, expected: Tensor) -> float:
     wanted = expected.detach().double()
     return float((seen.detach().double().cpu() - wanted).norm() / wanted.norm())
@@ -76,14 +90,16 @@ def _difference(seen: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize(
     ("way", "dtype", "rounding"),
     [
-        ("varlen", torch.bfloat16, 0.01),
-        ("varlen", torch.float16, 0.002),
+        ("flash", torch.bfloat16, 0.01),
+        ("flash", torch.float16, 0.002),
+        ("flash4", torch.bfloat16, 0.01),
+        ("flash4", torch.float16, 0.002),
         ("flex", torch.bfloat16, 0.01),
         ("flex", torch.float32, 1e-5),
     ],
 )
 def test_output_and_gradients_are_those_of_the_exact_pieces(
-    way: AttentionKind, dtype: torch.dtype, rounding: float, *, is_stripped: bool
+    way: str, dtype: torch.dtype, rounding: float, *, is_stripped: bool
 ) -> None:
     forest = joined(_groups(is_stripped=is_stripped))
     generator = torch.Generator().manual_seed(0)
@@ -93,7 +109,7 @@ def test_output_and_gradients_are_those_of_the_exact_pieces(
     ]
     exact = [tensor.double() for tensor in tensors]
     expected = _taken(CpuAttention(), forest, exact, device=torch.device("cpu"))
-    seen = _taken(GpuAttention(head_size=HEAD_SIZE, kind=way), forest, tensors, device=DEVICE)
+    seen = _taken(_way(way), forest, tensors, device=DEVICE)
     for ours, wanted in zip(seen, expected, strict=True):
         assert _difference(ours, wanted) < rounding
 
@@ -139,10 +155,8 @@ def test_a_step_has_the_gradients_of_a_cpu_whole_in_blocks_and_offloaded(
 
 
 @pytest.mark.parametrize("size", [100_000, 500])
-@pytest.mark.parametrize("way", ["varlen", "flex"])
-def test_a_step_in_bfloat16_differs_from_float32_by_rounding_only(
-    way: AttentionKind, size: int
-) -> None:
+@pytest.mark.parametrize("way", ["flash", "flash4", "flex"])
+def test_a_step_in_bfloat16_differs_from_float32_by_rounding_only(way: str, size: int) -> None:
     groups = _groups()
     model = make_model("qwen3", torch.bfloat16, head_dim=HEAD_SIZE)
     expected = _gradients(
@@ -150,9 +164,7 @@ def test_a_step_in_bfloat16_differs_from_float32_by_rounding_only(
         groups,
         _blocks(groups, 100_000),
     )
-    policy = replace(
-        prepare(model.to(DEVICE)).policy, attention=GpuAttention(head_size=HEAD_SIZE, kind=way)
-    )
+    policy = replace(prepare(model.to(DEVICE)).policy, attention=_way(way))
     seen = _gradients(policy, groups, _blocks(groups, size))
     for name, wanted in expected.items():
         assert _difference(seen[name], wanted) < 0.1

@@ -1,4 +1,4 @@
-"""Two ranks that run functions for tests: processes with gloo, joined over the loopback."""
+"""Ranks that run functions for tests: processes that are joined over the loopback."""
 
 import multiprocessing
 import os
@@ -25,20 +25,31 @@ class LostRankProcessError(AssertionError):
     """A rank raised, hung or died; a traceback is in the captured stderr."""
 
 
-class RankPair:
-    """Both ranks, for many functions: starting them takes longer than most functions.
+class RankProcesses:
+    """All ranks, for many functions: starting them takes longer than most functions.
 
     Lifecycle: `run` starts the ranks if they do not run. A function that fails ends them, so that
     the next one gets new ranks. `close` ends them.
     """
 
-    def __init__(self, *, deadline_s: float = WORK_DEADLINE_S) -> None:
+    def __init__(
+        self, *, world: int, device: str = "cpu", deadline_s: float = WORK_DEADLINE_S
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            world: Number of ranks.
+            device: `cpu`, or `cuda` for one GPU a rank.
+            deadline_s: How long a rank waits for another within a function.
+        """
+        self._world = world
+        self._device = device
         self._deadline_s = deadline_s
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._connections: list[Connection] = []
 
     def run(self, work: Callable[..., Any], *arguments: object) -> list[Any]:
-        """Run `work(ranks, *arguments)` on both ranks; returns their results, by rank.
+        """Run `work(ranks, *arguments)` on every rank; returns their results, by rank.
 
         Args:
             work: A function of a module, so that another process can import it.
@@ -60,7 +71,7 @@ class RankPair:
         return self._answers(within_s=WORK_DEADLINE_S)
 
     def close(self) -> None:
-        """Kill both, by process id."""
+        """Kill all, by process id."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -73,14 +84,22 @@ class RankPair:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         context = multiprocessing.get_context("spawn")
-        for rank in range(WORLD):
+        for rank in range(self._world):
+            launch = RankLaunch(
+                rank=rank,
+                local_rank=rank,
+                world_size=self._world,
+                local_world_size=self._world,
+            )
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, port, self._deadline_s, there))
+            process = context.Process(
+                target=_serve, args=(launch, self._device, port, self._deadline_s, there)
+            )
             process.start()
             there.close()
             self._processes.append(process)
             self._connections.append(here)
-        # Join only once both have started: a pair's deadline may be too short for a start.
+        # Join only once all have started: the ranks' deadline may be too short for a start.
         self._demand(self._answers(within_s=START_DEADLINE_S))
         for connection in self._connections:
             connection.send_bytes(b"join")
@@ -94,7 +113,7 @@ class RankPair:
 
     def _answers(self, *, within_s: float) -> list[Any]:
         end_s = time.monotonic() + within_s
-        return [self._answer(rank, end_s=end_s) for rank in range(WORLD)]
+        return [self._answer(rank, end_s=end_s) for rank in range(self._world)]
 
     def _answer(self, rank: int, *, end_s: float) -> Any:
         connection = self._connections[rank]
@@ -108,18 +127,27 @@ class RankPair:
             return LostRankProcessError(f"rank {rank} ended with status {status}")
 
 
-def _serve(rank: int, port: int, deadline_s: float, connection: Connection) -> None:
+class RankPair(RankProcesses):
+    """Two ranks on the CPU, with gloo."""
+
+    def __init__(self, *, deadline_s: float = WORK_DEADLINE_S) -> None:
+        super().__init__(world=WORLD, deadline_s=deadline_s)
+
+
+def _serve(
+    launch: RankLaunch, device: str, port: int, deadline_s: float, connection: Connection
+) -> None:
     torch.set_num_threads(1)
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    launch = RankLaunch(rank=rank, local_rank=rank, world_size=WORLD)
-    connection.send_bytes(pickle.dumps(rank))
+    connection.send_bytes(pickle.dumps(launch.rank))
     connection.recv_bytes()
-    ranks = Ranks(launch=launch, device="cpu", deadline_s=deadline_s)
-    connection.send_bytes(pickle.dumps(rank))
+    own_device = "cpu" if device == "cpu" else f"{device}:{launch.local_rank}"
+    ranks = Ranks(launch=launch, device=own_device, deadline_s=deadline_s)
+    connection.send_bytes(pickle.dumps(launch.rank))
     while True:
         try:
             work, arguments = pickle.loads(connection.recv_bytes())

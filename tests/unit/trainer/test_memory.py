@@ -165,7 +165,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         ("qwen3", 1.0, {}),
         slow(
             "qwen3",
-            0.2,
+            0.22,
             {
                 "num_hidden_layers": 2,
                 "hidden_size": 256,

@@ -18,9 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.attention.attention import TreeAttention
-from forgemq_trainer.core.attention.cpu_attention import CpuAttention
 from forgemq_trainer.core.attention.exchange import shared_attention_interface
-from forgemq_trainer.core.attention.gpu_attention import GpuAttention
+from forgemq_trainer.core.attention.gpu_attention import attention_on
 from forgemq_trainer.core.draft_memory import DraftShape
 from forgemq_trainer.core.drafting import DraftModel
 from forgemq_trainer.core.forward import PolicyModel
@@ -123,7 +122,7 @@ def with_draft_head(
         head_VH=policy.head_VH,
         shape=shape,
         key_heads=int(config.num_key_value_heads),
-        attention=GpuAttention(head_size=head_size) if device.type == "cuda" else CpuAttention(),
+        attention=attention_on(device, head_size=head_size),
         make_store=store_of(device),
         top_k=top_k,
         depths=depths,

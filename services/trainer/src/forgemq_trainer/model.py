@@ -14,10 +14,10 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from forgemq_settings.environment import SettingsError
-from forgemq_trainer.core.attention.cpu_attention import CpuAttention
 from forgemq_trainer.core.attention.exchange import shared_attention_interface
-from forgemq_trainer.core.attention.gpu_attention import GpuAttention
+from forgemq_trainer.core.attention.gpu_attention import attention_on
 from forgemq_trainer.core.forward import PolicyModel
+from forgemq_trainer.core.layers import replace_layers
 from forgemq_trainer.core.memory import ModelShape
 from forgemq_trainer.core.precision import TopKRouter, make_precise
 from forgemq_trainer.offload import store_of
@@ -97,6 +97,7 @@ def prepare(model: nn.Module, *, device: torch.device | None = None) -> LoadedMo
     AttentionInterface.register(ATTENTION_NAME, shared_attention_interface)
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]  # transformers' method
     make_precise(model)
+    replace_layers(model)
     model.train()
     head = model.get_output_embeddings()  # type: ignore[operator]  # transformers' method
     # The chunked head computes hidden @ weights only.
@@ -106,7 +107,7 @@ def prepare(model: nn.Module, *, device: torch.device | None = None) -> LoadedMo
     device = device or head.weight.device
     head_size = shape.key_size // int(config.num_key_value_heads)
     check_head_size(head_size, device=device.type)
-    attention = GpuAttention(head_size=head_size) if device.type == "cuda" else CpuAttention()
+    attention = attention_on(device, head_size=head_size)
     policy = PolicyModel(
         decoder=model.get_decoder(),  # type: ignore[operator]  # transformers' method
         head_VH=head.weight,

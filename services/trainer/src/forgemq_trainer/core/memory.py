@@ -73,15 +73,16 @@ class ModelShape:
         """Bytes that autograd keeps of one token between forward and backward, in all layers.
 
         Each norm's input and output and the residual stream; queries, output and its copy for the
-        projection; keys and values, unless they lie in a carry; gate, its activation, up, product.
-        With experts also the router's probabilities of all of them, and for each chosen one its
-        input, output and weight (and the weight again in the order of the experts), indices, and
-        the expert route of the engine if there is one.
+        projection; keys and values, unless they lie in a carry; gate, up, product. With experts
+        also the gate's activation, the router's probabilities of all of them, and for each chosen
+        one its input, output and weight (and the weight again in the order of the experts),
+        indices, and the expert route of the engine if there is one.
         """
         heads = 3 * self.query_size + (0 if is_carried else 2 * self.key_size)
         heads += self.query_size + self.key_size if self.is_head_normed else 0
         chosen = self.experts_per_token * 2 * self.hidden
-        values = 4 * self.hidden + heads + 4 * self.mlp_size + chosen
+        gated = (4 if self.experts else 3) * self.mlp_size
+        values = 4 * self.hidden + heads + gated + chosen
         weights = (self.experts + 2 * self.experts_per_token) * self.wide_bytes
         routes = weights + self.experts_per_token * (ROUTE_BYTES + self.expert_index_bytes)
         return self.layers * (values * self.value_bytes + routes)

@@ -6,19 +6,15 @@ These modules compute the same in the wider of float32 and the model's dtype. Pa
 names, so weights load and save unchanged.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from forgemq_trainer.core.pointwise import Normed, wide_dtype
+
 STATIC_ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary types whose frequencies do not depend on the sequence's length, so that requests of
 different lengths can share a token's activations."""
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 class RmsNorm(nn.Module):
@@ -31,42 +27,9 @@ class RmsNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Norm over the last dimension, times the weight; the input's dtype."""
-        output = _Normed.apply(hidden, self.weight, self.eps)
+        output = Normed.apply(hidden, self.weight, self.eps)
         assert isinstance(output, Tensor)
         return output
-
-
-class _Normed(torch.autograd.Function):
-    """Saves its input and one number for each row; torch's composite saves three further tensors.
-
-    y = x s w with s = 1 / sqrt(mean(x^2) + eps); dx = s (g w - x s mean(g w x s)), means by row.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401  # torch's context has no public type
-        hidden: Tensor,
-        weight: Tensor,
-        eps: float,
-    ) -> Tensor:
-        wide = hidden.to(_wide(hidden.dtype))
-        norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = norm.square_().div_(hidden.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(hidden, weight, scale)
-        # Rounded once, after the weight; the stock module of transformers rounds before it too.
-        return (wide * scale).mul_(weight).to(hidden.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401
-        hidden, weight, scale = ctx.saved_tensors
-        grad = grad.to(scale.dtype)
-        normed = hidden.to(scale.dtype) * scale
-        product = grad * normed
-        weight_grad = product.reshape(-1, hidden.shape[-1]).sum(0)
-        along = product.mul_(weight).mean(-1, keepdim=True)
-        hidden_grad = torch.mul(grad, weight, out=product)
-        hidden_grad.sub_(normed.mul_(along)).mul_(scale)
-        return hidden_grad.to(hidden.dtype), weight_grad.to(weight.dtype), None
 
 
 class RotaryAngles(nn.Module):
@@ -80,7 +43,7 @@ class RotaryAngles(nn.Module):
     @torch.no_grad()
     def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, [rows, T, D]; only the dtype of `hidden` is used."""
-        wide = _wide(hidden.dtype)
+        wide = wide_dtype(hidden.dtype)
         angle = position_ids[..., None].to(wide) * self.frequency.to(wide)
         # The layout of transformers' rotate_half: both halves of a head have the same angles.
         angle = torch.cat([angle, angle], dim=-1)
@@ -107,7 +70,7 @@ class TopKRouter(nn.Module):
         between the log-probabilities of both.
         """
         logits = functional.linear(hidden.reshape(-1, hidden.shape[-1]), self.weight)
-        shares = functional.softmax(logits, dim=-1, dtype=_wide(logits.dtype))
+        shares = functional.softmax(logits, dim=-1, dtype=wide_dtype(logits.dtype))
         weights, experts = torch.topk(shares, self.top_k, dim=-1)
         if self.recorded_TK is not None:
             # Only the choice is replayed; probabilities, hence gradients, are this router's own.

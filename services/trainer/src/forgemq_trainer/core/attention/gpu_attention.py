@@ -5,7 +5,9 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from forgemq_trainer.core.attention.attention import BlockKeys, RunAttention
+from forgemq_trainer.core.attention.attention import AttentionBackend, BlockKeys, RunAttention
+from forgemq_trainer.core.attention.cpu_attention import CpuAttention
+from forgemq_trainer.core.attention.flash4_varlen import choose_kernel
 from forgemq_trainer.core.attention.flash_varlen import FlashVarlen, VarlenKernel
 from forgemq_trainer.core.attention.flex import (
     BLOCK,
@@ -67,3 +69,10 @@ class GpuAttention:
         if kind == "varlen":
             return varlen_attention_of(keys, kernel=self.varlen, device=device)
         return flex_attention_of(keys, kernel=self.flex, device=device)
+
+
+def attention_on(device: torch.device, *, head_size: int) -> AttentionBackend:
+    """Tree attention on a device, by the fastest kernels that it has for heads of this size."""
+    if device.type != "cuda":
+        return CpuAttention()
+    return GpuAttention(head_size=head_size, varlen=choose_kernel(head_size))
