@@ -36,7 +36,9 @@ ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}
 @pytest.fixture(scope="module")
 def gpu_ranks() -> Iterator[RankProcesses]:
     """A rank for each GPU, for all tests of this file."""
-    ranks = RankProcesses(world=torch.cuda.device_count(), device="cuda", deadline_s=120.0)
+    ranks = RankProcesses(
+        world=torch.cuda.device_count(), device="cuda", deadline_s=120.0, work_deadline_s=300.0
+    )
     yield ranks
     ranks.close()
 

@@ -33,7 +33,12 @@ class RankProcesses:
     """
 
     def __init__(
-        self, *, world: int, device: str = "cpu", deadline_s: float = WORK_DEADLINE_S
+        self,
+        *,
+        world: int,
+        device: str = "cpu",
+        deadline_s: float = WORK_DEADLINE_S,
+        work_deadline_s: float = WORK_DEADLINE_S,
     ) -> None:
         """Start nothing yet.
 
@@ -41,10 +46,12 @@ class RankProcesses:
             world: Number of ranks.
             device: `cpu`, or `cuda` for one GPU a rank.
             deadline_s: How long a rank waits for another within a function.
+            work_deadline_s: For one function; on a GPU the first ones compile kernels.
         """
         self._world = world
         self._device = device
         self._deadline_s = deadline_s
+        self._work_deadline_s = work_deadline_s
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._connections: list[Connection] = []
 
@@ -68,7 +75,7 @@ class RankProcesses:
             self._start()
         for connection in self._connections:
             connection.send_bytes(pickle.dumps((work, arguments)))
-        return self._answers(within_s=WORK_DEADLINE_S)
+        return self._answers(within_s=self._work_deadline_s)
 
     def close(self) -> None:
         """Kill all, by process id."""
