@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from forgemq_settings.environment import SettingsError
@@ -20,6 +20,7 @@ from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.layers import replace_layers
 from forgemq_trainer.core.memory import ModelShape
 from forgemq_trainer.core.precision import TopKRouter, make_precise
+from forgemq_trainer.loading import allocate, empty_model, fill
 from forgemq_trainer.offload import store_of
 
 ATTENTION_NAME = "forgemq_tree"
@@ -49,37 +50,40 @@ class LoadedModel:
 
 
 def load_model(
-    folder: Path,
-    *,
-    dtype: Literal["float32", "bfloat16"],
-    device: str = "cpu",
-    parameter_device: str | None = None,
+    folder: Path, *, dtype: Literal["float32", "bfloat16"], device: str = "cpu"
 ) -> LoadedModel:
     """Load the model in a folder of Hugging Face format, ready to train on trees.
 
     Args:
         folder: Holds its configuration and weights.
         dtype: To load the parameters in.
+        device: That it computes on, and that the parameters are read to.
+
+    Raises:
+        UnsupportedModelError: an architecture or a setting rules out exact tree training.
+        ModelFolderError: the folder's tensors are not the model's.
+        OSError: the folder holds no model.
+    """
+    model = _unfilled(folder, dtype=dtype)
+    allocate(model, device=torch.device(device))
+    model.tie_weights()
+    fill(model, folder)
+    return prepare(model, device=torch.device(device))
+
+
+def load_empty(folder: Path, *, dtype: Literal["float32", "bfloat16"], device: str) -> LoadedModel:
+    """The same, with parameters on the meta device, to be allocated and filled as ranks share them.
+
+    Args:
+        folder: Holds its configuration.
+        dtype: Of the parameters.
         device: That it computes on.
-        parameter_device: That its parameters lie on until they are moved; None is `device`.
 
     Raises:
         UnsupportedModelError: an architecture or a setting rules out exact tree training.
         OSError: the folder holds no model.
     """
-    disable_progress_bar()  # A service writes events only, one JSON line each.
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    check_supported(config)
-    # Registered before loading, as from_pretrained refuses an attention that it does not know.
-    AttentionInterface.register(ATTENTION_NAME, shared_attention_interface)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=config,
-        dtype=DTYPES[dtype],
-        attn_implementation=ATTENTION_NAME,
-        local_files_only=True,
-    )
-    return prepare(model.to(parameter_device or device), device=torch.device(device))
+    return prepare(_unfilled(folder, dtype=dtype), device=torch.device(device))
 
 
 def prepare(model: nn.Module, *, device: torch.device | None = None) -> LoadedModel:
@@ -118,6 +122,15 @@ def prepare(model: nn.Module, *, device: torch.device | None = None) -> LoadedMo
         make_store=store_of(device),
     )
     return LoadedModel(model=model, policy=policy)
+
+
+def _unfilled(folder: Path, *, dtype: Literal["float32", "bfloat16"]) -> Any:  # noqa: ANN401  # transformers' model
+    disable_progress_bar()  # A service writes events only, one JSON line each.
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    check_supported(config)
+    # Registered before the model is built, which refuses an attention that it does not know.
+    AttentionInterface.register(ATTENTION_NAME, shared_attention_interface)
+    return empty_model(config, dtype=DTYPES[dtype], attention=ATTENTION_NAME)
 
 
 def check_supported(config: object) -> None:

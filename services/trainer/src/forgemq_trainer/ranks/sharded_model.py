@@ -17,7 +17,8 @@ from forgemq_trainer.core.rounds import (
 )
 from forgemq_trainer.core.step import EntryValues, Objective, merged
 from forgemq_trainer.core.tree import Floats, Forest
-from forgemq_trainer.model import DTYPES, load_model
+from forgemq_trainer.loading import fill
+from forgemq_trainer.model import DTYPES, load_empty
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.ranks.sharded_updater import ShardedUpdater
 from forgemq_trainer.ranks.sharding import FsdpShards, reshard, shard, whole_state
@@ -34,10 +35,10 @@ class ShardedModel:
         self._ranks = ranks
         self._trainer = configuration.trainer
         self._dtype = DTYPES[configuration.model.dtype]
-        # The shards are the fp32 masters. The whole model is loaded into host memory, for a GPU
-        # need not have room for what it gets a part of.
-        whole = load_model(folder, dtype="float32", device=device, parameter_device="cpu")
-        loaded = shard(whole, ranks=ranks, dtype=self._dtype)
+        # The shards are the fp32 masters. Neither host nor device holds more than them.
+        empty = load_empty(folder, dtype="float32", device=device)
+        loaded = shard(empty, ranks=ranks, dtype=self._dtype)
+        fill(loaded.model, folder)
         self.module = loaded.model
         self.policy = loaded.policy
         shards = FsdpShards(ranks, dtype=self._dtype)

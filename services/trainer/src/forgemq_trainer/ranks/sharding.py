@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from forgemq_trainer.loading import allocate
 from forgemq_trainer.model import LoadedModel
 from forgemq_trainer.ranks.ranks import Ranks
 
@@ -22,8 +23,8 @@ def shard(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> LoadedMod
     """Spread the model's parameters over the ranks, in place.
 
     Args:
-        loaded: The same on every rank, with parameters at least as wide as fp32. They may lie in
-            host memory: one layer after the other moves to the ranks' devices.
+        loaded: The same on every rank, with parameters at least as wide as fp32. On the meta
+            device they get memory for this rank's part here, which is not filled.
         ranks: All of them.
         dtype: That the model computes in.
     """
@@ -31,6 +32,7 @@ def shard(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> LoadedMod
     head: Any = model.get_output_embeddings()  # type: ignore[operator]  # transformers' method
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]  # transformers' method
     is_tied = head.weight is embedding.weight
+    is_empty = head.weight.is_meta
     hidden = head.weight.shape[1]
     wide = torch.promote_types(dtype, torch.float32)
     precision = MixedPrecisionPolicy(
@@ -47,11 +49,13 @@ def shard(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> LoadedMod
         part.set_force_sum_reduction_for_comms(True)
     # The head is no part of the decoder: untied it is sharded here, by rows, and gathered by
     # `_GatheredHead`; FSDP would gather it for the whole step instead of for its chunk.
-    if is_tied:
-        head.weight = embedding.weight
-    else:
+    if not is_tied:
         shards = distribute_tensor(head.weight.detach(), ranks.mesh, [Shard(0)], src_data_rank=None)
         head.weight = nn.Parameter(shards)
+    if is_empty:
+        allocate(model, device=ranks.device)
+    if is_tied:
+        head.weight = embedding.weight
     policy = replace(
         loaded.policy,
         head_VH=torch.empty((0, hidden), dtype=dtype, device=ranks.device),

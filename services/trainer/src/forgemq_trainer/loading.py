@@ -1,0 +1,135 @@
+"""Loads a model's parameters from a folder into the memory that they train in, and nowhere else.
+
+The model is built without memory for its parameters. Each rank then gets memory for what it holds
+of them, and reads just that from the folder's files.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoModelForCausalLM
+
+from forgemq_trainer.storage.model_layout import model_layout
+from forgemq_trainer.storage.tensor_files import (
+    ModelFolderError,
+    Piece,
+    Place,
+    read_part,
+    tensors_of_folder,
+)
+
+
+def empty_model(config: object, *, dtype: torch.dtype, attention: str) -> Any:  # noqa: ANN401  # transformers' model
+    """A causal language model of transformers whose parameters are on the meta device.
+
+    Buffers that follow from the configuration, as the frequencies of a rotary embedding, are in
+    host memory and have their values.
+
+    Args:
+        config: Of transformers.
+        dtype: Of the parameters, but those that the model's class keeps in float32.
+        attention: A name that is registered.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    _keep_wide(model)
+    for module in model.modules():
+        computed = sorted(module._non_persistent_buffers_set)
+        for name in computed:
+            buffer = getattr(module, name)
+            setattr(module, name, torch.empty_like(buffer, device="cpu"))
+        if computed:
+            # Each class of transformers computes its buffers here, as its own loading needs it to.
+            model._init_weights(module)
+    return model
+
+
+def allocate(model: nn.Module, *, device: torch.device) -> None:
+    """Give an empty model's parameters memory, uninitialised; other tensors move with their values.
+
+    Tied parameters are no longer tied.
+    """
+    filled = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
+    model.to_empty(device=device)
+    for name, buffer in filled.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, buffer.to(device))
+
+
+def fill(model: nn.Module, folder: Path) -> None:
+    """Read a model's tensors from a folder of Hugging Face format; of sharded ones its own part.
+
+    Args:
+        model: A causal language model of transformers, allocated and tied.
+        folder: Holds its weights.
+
+    Raises:
+        ModelFolderError: a tensor is missing, there twice, none of the model's or of another shape.
+        OSError: a file cannot be read.
+    """
+    layout = model_layout(model, tensors_of_folder(folder))
+    for names, tensor in _distinct(model):
+        stored = [name for name in names if name in layout]
+        if not stored:
+            raise ModelFolderError(f"{folder} has no tensor for {names[0]}")
+        own, start = own_part(tensor)
+        read_part(own, layout[stored[0]], start=start)
+        for other in stored[1:]:
+            _check_tied(own, layout[other], start=start, names=(stored[0], other), folder=folder)
+
+
+def _keep_wide(model: Any) -> None:  # noqa: ANN401
+    """Make those tensors float32 that the model's class keeps so, whatever the model's dtype."""
+    wide = tuple(model._keep_in_fp32_modules_strict or ())
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and any(each in name for each in wide):
+            parent, _, child = name.rpartition(".")
+            widened = tensor.to(torch.float32)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            setattr(
+                model.get_submodule(parent),
+                child,
+                nn.Parameter(widened) if is_parameter else widened,
+            )
+
+
+def _distinct(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+    """Each tensor of the model's state once, with all names that it has there."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for name, value in model.state_dict().items():
+        tensor = parameters.get(name, value)
+        found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(found.values())
+
+
+def own_part(tensor: Tensor) -> tuple[Tensor, Place]:
+    """This rank's part of a tensor, which shares its memory, and where it begins in the whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), (0,) * tensor.dim()
+    _, start = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    with torch.no_grad():
+        return tensor.to_local().detach(), start
+
+
+def _check_tied(
+    own: Tensor, pieces: tuple[Piece, ...], *, start: Place, names: tuple[str, str], folder: Path
+) -> None:
+    """Refuse a folder that has both of two tied tensors, and not with the same values.
+
+    Raises:
+        ModelFolderError: names both.
+    """
+    other = torch.empty_like(own)
+    read_part(other, pieces, start=start)
+    if not torch.equal(own, other):
+        raise ModelFolderError(
+            f"{folder}: {names[0]} and {names[1]} differ, which config.json ties; set "
+            "tie_word_embeddings to false if they are two"
+        )
