@@ -8,7 +8,7 @@ import pytest
 from forgemq_contracts import topics
 from forgemq_contracts.steps import TrainingMetrics
 from forgemq_trainer.training import Training
-from tests.unit.trainer.rank_life import save_checkpoint, store_of
+from tests.unit.trainer.rank_life import optimizer_tensors, save_checkpoint, store_of
 from tests.unit.trainer.scene import (
     agent_samples,
     configuration_of,
@@ -59,12 +59,12 @@ def test_a_gpu_trains_as_a_cpu_and_each_goes_on_from_its_checkpoint(
     save_checkpoint(store, on_gpu, seen[-1])
     checkpoint = store.newest_checkpoint()
     assert checkpoint is not None
-    wanted = {name: tensor.cpu().clone() for name, tensor in on_gpu.optimizer_state().items()}
+    wanted = optimizer_tensors(on_gpu)
     going_on = _trained(on_gpu, 2, has_experts=has_experts)
     for device in (DEVICE, "cpu"):
         restored = Training(configuration, device=device, checkpoint=checkpoint)
-        state = restored.optimizer_state()
+        state = optimizer_tensors(restored)
         assert state.keys() == wanted.keys()
-        assert all(tensor.cpu().equal(wanted[name]) for name, tensor in state.items())
+        assert all(tensor.equal(wanted[name]) for name, tensor in state.items())
         again = _trained(restored, 2, has_experts=has_experts)
         assert again.grad_norm == pytest.approx(going_on.grad_norm, rel=TOLERANCE)

@@ -43,6 +43,7 @@ MAY_CHANGE = (
     "speculation.steps",
     "speculation.top_k",
     "trainer.checkpoint_every_steps",
+    "trainer.checkpoint_share_max",
     "trainer.checkpoints_kept",
     "trainer.head_chunk_tokens",
     "trainer.memory_budget_bytes",

@@ -15,11 +15,14 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import TrainedStep, TrainingMetrics
 from forgemq_contracts.trees import MergedTree
 from forgemq_telemetry.telemetry import Telemetry
+from forgemq_trainer.core.optimizer import Updater
+from forgemq_trainer.ranks.alone import AnyRanks
 from forgemq_trainer.ranks.command_loop import carry_out_commands
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.settings import TrainerSettings
+from forgemq_trainer.storage.optimizer_state import StoredState
 from forgemq_trainer.store import Store
-from forgemq_trainer.training import AnyRanks, Training
+from forgemq_trainer.training import Training
 from tests.unit.trainer.scene import (
     agent_samples,
     configuration_of,
@@ -63,9 +66,19 @@ class Life:
 
 def train(training: Training, life: Life, step: int) -> TrainingMetrics:
     """Train one step of a life, and probe a tree of which it has newer tokens."""
+    compute(training, life, step)
+    return update(training, life, step)
+
+
+def compute(training: Training, life: Life, step: int) -> None:
+    """Compute the gradients of one step of a life."""
     trees = life.trees(step)
     values = {tree.group_id: topics.encode(tree) for tree in trees}
     training.compute_gradients(training.read(scheduled_step(step, trees), values))
+
+
+def update(training: Training, life: Life, step: int) -> TrainingMetrics:
+    """Take the update of a step whose gradients are computed."""
     samples = [
         dataclasses.replace(sample, version=step)
         for sample in agent_samples(np.random.default_rng(step))
@@ -121,7 +134,7 @@ def live(ranks: AnyRanks, life: Life) -> list[TrainingMetrics]:
 
 
 def restored(ranks: Ranks, life: Life) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Weights and optimizer state of ranks that have just read a checkpoint."""
+    """Weights of ranks that have just read a checkpoint, and the state that they write again."""
     if ranks.rank > 0:
         carry_out_commands(ranks, device="cpu")
         return {}, {}
@@ -130,8 +143,17 @@ def restored(ranks: Ranks, life: Life) -> tuple[dict[str, torch.Tensor], dict[st
     training = Training(
         configuration, device="cpu", checkpoint=store.newest_checkpoint(), ranks=ranks
     )
-    weights = training.whole_weights()
+    weights = training.saving.whole_weights()
     assert weights is not None
-    state = {name: tensor.clone() for name, tensor in training.optimizer_state().items()}
+    again = life.folder / "again"
+    (again / "optimizer").mkdir(parents=True)
+    files = [again / file for file in training.saving.save_optimizer(again)]
     training.end()
-    return weights, state
+    return weights, dict(StoredState(files))
+
+
+def optimizer_tensors(training: Training) -> dict[str, torch.Tensor]:
+    """The optimizer's state of a trainer with one rank."""
+    updater = training._model.updater
+    assert isinstance(updater, Updater)
+    return {name: tensor.cpu().clone() for name, tensor in updater.state().items()}

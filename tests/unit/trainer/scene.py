@@ -274,7 +274,9 @@ def configuration_of(base: Path, **trainer: object) -> RunConfiguration:
         seed=7,
         model=Model(path=str(base), dtype="float32", context_tokens_max=512),
         queues=(Queue(domain="demo", task_source="a:b", agent="a:c", groups_per_step=2, slots=4),),
-        trainer=Trainer(**({"steps": 4, "head_chunk_tokens": 16} | trainer)),
+        trainer=Trainer(
+            **({"steps": 4, "head_chunk_tokens": 16, "checkpoint_every_steps": 1} | trainer)
+        ),
         optimizer=Optimizer(lr=1e-2, lr_final_fraction=0.5),
         log=LogLayout(group_partitions=2),
     )

@@ -26,6 +26,7 @@ from forgemq_trainer.storage.checkpoint import (
 from forgemq_trainer.storage.folders import write_folder
 from forgemq_trainer.store import Store
 from forgemq_trainer.training import Training
+from tests.unit.trainer.rank_life import optimizer_tensors
 from tests.unit.trainer.scene import (
     agent_samples,
     configuration_of,
@@ -72,7 +73,7 @@ def test_a_checkpoint_holds_the_model_the_optimizer_and_its_step(tmp_path: Path)
     found = store.newest_checkpoint()
     assert found is not None
     assert (found.step, found.record.tree_positions) == (1, ((0, 1), (1, 4)))
-    state = training.optimizer_state()
+    state = optimizer_tensors(training)
     saved = found.optimizer_state()
     assert saved.keys() == state.keys()
     assert all(torch.equal(saved[name], state[name]) for name in state)
@@ -112,9 +113,9 @@ def test_a_checkpoint_of_a_build_with_the_optimizer_beside_the_model_is_read(
     again = store.newest_checkpoint()
     assert again is not None
     state = again.optimizer_state()
-    expected = training.optimizer_state()
+    expected = optimizer_tensors(training)
     assert state.keys() == expected.keys()
-    assert all(torch.equal(state[name], expected[name].cpu()) for name in expected)
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", OPTIMIZER_FILE, "trainer.json"])

@@ -12,40 +12,45 @@ from safetensors.torch import load_file, save_file
 
 from forgemq_contracts import topics
 from forgemq_trainer.fast_path import FastPaths
-from forgemq_trainer.ranks.alone import ALONE
+from forgemq_trainer.ranks.alone import ALONE, AnyRanks
 from forgemq_trainer.ranks.command_loop import carry_out_commands
 from forgemq_trainer.ranks.ranks import Ranks
-from forgemq_trainer.storage.checkpoint import OPTIMIZER_FILE
-from forgemq_trainer.storage.folders import file_sha256
+from forgemq_trainer.storage.checkpoint import OPTIMIZER_FILE, Checkpoint, checkpoint_at
+from forgemq_trainer.storage.optimizer_state import RANDOM_STATE
 from forgemq_trainer.storage.weights import WEIGHTS_FILE
-from forgemq_trainer.training import AnyRanks, Training
+from forgemq_trainer.training import Training
 from forgemq_trainer.transfer_deadline import TransferDeadline
-from tests.unit.trainer.rank_life import Life, live, restored
+from tests.unit.trainer.rank_life import Life, live, optimizer_tensors, restored
 from tests.unit.trainer.rank_scene import START_DEADLINE_S, WORK_DEADLINE_S, RankPair
 from tests.unit.trainer.scene import save_base, scheduled_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(START_DEADLINE_S + 2 * WORK_DEADLINE_S)]
 
 STEPS = (0, 1, 2)
+PARTS = tuple(f"optimizer/part-0000{rank}.safetensors" for rank in range(2))
 PEER = Path(__file__).parents[2] / "integration/fast_path_peer.py"
 
 
-def _checkpoint(life: Life, step: int) -> Path:
-    return life.folder / f"trainer/checkpoints/step-{step:08d}"
+def _checkpoint(life: Life, step: int) -> Checkpoint:
+    return checkpoint_at(life.folder / f"trainer/checkpoints/step-{step:08d}", is_hashed=True)
 
 
-def _hashes(life: Life, step: int) -> tuple[str, str]:
-    folder = _checkpoint(life, step)
-    return file_sha256(folder / WEIGHTS_FILE), file_sha256(folder / OPTIMIZER_FILE)
+def _hashes(life: Life, step: int) -> dict[str, str]:
+    return _checkpoint(life, step).record.sha256_of_file()
 
 
-def _tensors(life: Life, step: int, file: str) -> dict[str, torch.Tensor]:
-    return load_file(_checkpoint(life, step) / file)
+def _weights(life: Life, step: int) -> dict[str, torch.Tensor]:
+    return load_file(_checkpoint(life, step).folder / WEIGHTS_FILE)
+
+
+def _state(life: Life, step: int) -> dict[str, torch.Tensor]:
+    checkpoint = _checkpoint(life, step)
+    return {RANDOM_STATE: checkpoint.random_state(), **checkpoint.optimizer_state()}
 
 
 def _distance(life: Life, other: Life, *, step: int) -> float:
     """Largest ||difference|| / ||weights|| over the parameters."""
-    ours, theirs = (_tensors(each, step, WEIGHTS_FILE) for each in (life, other))
+    ours, theirs = (_weights(each, step) for each in (life, other))
     assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
     return max(
         float((ours[n].double() - theirs[n].double()).norm() / theirs[n].double().norm())
@@ -69,9 +74,11 @@ def test_weights_and_optimizer_state_of_two_ranks_are_those_of_one(
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.loss_tokens == theirs.loss_tokens
         assert ours.route_disagreements == theirs.route_disagreements
-    state, expected_state = (_tensors(life, 1, OPTIMIZER_FILE) for life in (two, one))
+    assert set(_hashes(two, 1)) == {WEIGHTS_FILE, *PARTS}
+    assert set(_hashes(one, 1)) == {WEIGHTS_FILE, OPTIMIZER_FILE}
+    state, expected_state = (_state(life, 1) for life in (two, one))
     assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in expected_state.items()}
-    weights = _tensors(two, 1, WEIGHTS_FILE)
+    weights = _weights(two, 1)
     # In bfloat16 rounding may flip signs in Adam's first steps, so the second step differs.
     count = 1 if dtype == "bfloat16" else 2
     for ours, theirs in zip(found[:count], expected[:count], strict=True):
@@ -111,12 +118,20 @@ def test_the_number_of_ranks_may_change_between_two_lives(
     seen = live(ALONE, dataclasses.replace(changing, steps=(0,)))
     assert _hashes(changing, 0) == _hashes(alone, 0)
     (weights, state), _ = rank_pair.run(restored, changing)
-    was = _tensors(changing, 0, WEIGHTS_FILE)
+    was = _weights(changing, 0)
     assert all(torch.equal(weights[name], tensor) for name, tensor in was.items())
-    stored = _tensors(changing, 0, OPTIMIZER_FILE)
-    assert stored.keys() - state.keys() == {"torch|random"}
+    stored = _state(changing, 0)
+    assert stored.keys() == state.keys()
     assert all(torch.equal(state[name], stored[name]) for name in state)
     seen += rank_pair.run(live, dataclasses.replace(changing, steps=(1,)))[0]
+    assert set(_hashes(changing, 1)) == {WEIGHTS_FILE, *PARTS}
+    one = Training(
+        changing.configuration(world_size=1), device="cpu", checkpoint=_checkpoint(changing, 1)
+    )
+    stored = _state(changing, 1)
+    held = optimizer_tensors(one)
+    assert stored.keys() - held.keys() == {RANDOM_STATE}
+    assert all(torch.equal(held[name], stored[name]) for name in held)
     seen += live(ALONE, dataclasses.replace(changing, steps=(2,)))
     for ours, theirs in zip(seen, expected, strict=True):
         assert ours.loss_tokens == theirs.loss_tokens

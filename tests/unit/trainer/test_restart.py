@@ -82,6 +82,29 @@ async def test_a_step_trained_again_trains_the_groups_it_was_accounted_with(
     assert published[-1].sha256 == published[1].sha256
 
 
+async def test_a_life_between_two_checkpoints_costs_the_steps_since_the_older_and_no_more(
+    tmp_path: Path,
+) -> None:
+    """Checkpoints cost more than their share, so each life has one after its first step only."""
+    bench = await memory_bench(tmp_path, checkpoint_every_steps=0, checkpoint_share_max=1e-9)
+    trees = _trees(4)
+    await bench.put_trees(trees)
+    steps = [scheduled_step(n, [tree], is_last=n == 3) for n, tree in enumerate(trees)]
+    await bench.put_steps(steps[:3])
+    await bench.train(until=2)
+    await bench.put_steps(steps[3:])
+    await bench.train(until=3, lineage=2)
+    trained = await bench.trained()
+    assert [(each.lineage, each.step, each.checkpoint_step) for each in trained] == [
+        *((1, 0, 0), (1, 1, 0), (1, 2, 0)),
+        *((2, 1, 1), (2, 2, 1), (2, 3, 3)),
+    ]
+    sha256 = {(each.lineage, each.version): each.sha256 for each in await bench.published()}
+    assert [sha256[1, version] for version in (1, 2, 3)] == [
+        sha256[2, version] for version in (1, 2, 3)
+    ]
+
+
 async def test_tokens_of_a_version_that_was_made_anew_measure_no_gap(tmp_path: Path) -> None:
     """Resumed with another rate: the engine sampled with a version 1 that no longer exists."""
     bench = await memory_bench(tmp_path, checkpoint_every_steps=4)

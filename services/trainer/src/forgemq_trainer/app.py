@@ -37,13 +37,13 @@ from forgemq_trainer.lane_watch import watch_lanes
 from forgemq_trainer.loop import TrainingLoop
 from forgemq_trainer.previous_lives import TrainerLife, read_previous_lives
 from forgemq_trainer.publisher import EnginePaths, Publisher
-from forgemq_trainer.ranks.alone import ALONE
+from forgemq_trainer.ranks.alone import ALONE, AnyRanks
 from forgemq_trainer.ranks.ranks import check_device, check_world_size, device_of, launch_of
 from forgemq_trainer.relay_path import relay_of
 from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.storage.folders import lock_folder
 from forgemq_trainer.store import Store
-from forgemq_trainer.training import AnyRanks, Training
+from forgemq_trainer.training import Training
 from forgemq_trainer.weight_paths import Broadcasts, broadcasts_of
 
 CONSUMES: tuple[Topic, ...] = (

@@ -1,6 +1,6 @@
 """A draft head that trains beside the policy, with an optimizer of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -81,6 +81,6 @@ class HeadTraining:
         """State for a checkpoint."""
         return self._updater.state()
 
-    def restore(self, state: dict[str, Tensor]) -> None:
+    def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a saved `optimizer_state()`."""
         self._updater.restore(state)

@@ -2,11 +2,12 @@
 
 A step's weights and checkpoint are saved, and its records written, while the next step computes the
 gradients of its first update: that changes no weight. The update waits until all of it is done, so
-there is never more than one step on its way, and nothing is copied to keep it. The records' order
-is the same as without. Engines are given the weights first, so that they wait for no disk. A crash
-at any point leaves a step either unrecorded, or in a checkpoint that the next life finds or before
-which it begins: it trains an unrecorded step again and publishes it under its own lineage, whether
-or not an engine has served its weights already.
+there is never more than one step on its way. One rank copies nothing to keep it. Of several, rank 0
+gathers the weights before the next step, and each writes its part of the optimizer's state beside
+it. The records' order is the same as without. Engines are given the weights first, so that they
+wait for no disk. A crash at any point leaves a step either unrecorded, or in a checkpoint that the
+next life finds or before which it begins: it trains an unrecorded step again and publishes it under
+its own lineage, whether or not an engine has served its weights already.
 """
 
 import asyncio
@@ -29,6 +30,7 @@ from forgemq_shell.service import Context
 from forgemq_telemetry.traces import completion_trace, trace_headers
 from forgemq_trainer.completion_source import KEPT_BYTES_MAX
 from forgemq_trainer.core.alarms import Thresholds, alarms
+from forgemq_trainer.core.checkpoint_pace import CheckpointPace
 from forgemq_trainer.core.fresh import FreshCompletions, HeldWeights
 from forgemq_trainer.previous_lives import PreviousLives, TrainerLife
 from forgemq_trainer.publisher import Publisher
@@ -71,13 +73,12 @@ class TrainingLoop:
         )
         self._store = store
         self._publisher = publisher
-        # The other ranks carry out rank 0's calls one after another, and saving is one of them.
-        world_size = context.configuration.trainer.world_size
-        self._is_beside = settings.saves_beside_step and world_size == 1
+        self._is_beside = settings.saves_beside_step
         self._saving: asyncio.Task[None] | None = None
         self._life = life
         self.fresh = FreshCompletions(bytes_max=KEPT_BYTES_MAX)
         self._checkpoint_step = -1
+        self._pace = CheckpointPace(context.configuration.trainer)
         self._previous = PreviousLives()
         self._restored_version = 0
         configuration = context.configuration
@@ -183,6 +184,7 @@ class TrainingLoop:
             # The duration ends here: the record is part of the checkpoint, so it cannot include it.
             trained = self._record(step, metrics, duration_s=clock.time() - started_s)
             self._checkpoint_step = trained.checkpoint_step
+            await asyncio.to_thread(self._begin_saving, training, trained)
             saving = self._save(trained, training, trees.positions(), headers=span.headers())
             self._saving = self._tasks.create_task(saving)
         if not self._is_beside:
@@ -199,6 +201,12 @@ class TrainingLoop:
             [topics.encode(tree) for tree in fresh],
             is_remade=self._is_remade(training.version),
         )
+
+    def _begin_saving(self, training: Training, trained: TrainedStep) -> None:
+        """Do what all ranks do together, before they compute the next step."""
+        training.saving.gather_weights()
+        if trained.checkpoint_step == trained.step:
+            training.saving.begin_optimizer()
 
     async def _save(
         self,
@@ -222,6 +230,7 @@ class TrainingLoop:
             await self._publisher.publish(saved, headers=headers)
         needed: Mapping[int, int] = {}
         if trained.checkpoint_step == trained.step:
+            begun_s = asyncio.get_running_loop().time()
             await asyncio.to_thread(
                 self._store.save_checkpoint,
                 training,
@@ -229,6 +238,7 @@ class TrainingLoop:
                 trained=trained,
                 tree_positions=positions,
             )
+            self._pace.took(asyncio.get_running_loop().time() - begun_s)
             needed = dict(positions)
         await self._commit(trained, needed=needed, headers=headers)
         saving_s = asyncio.get_running_loop().time() - started_s
@@ -278,8 +288,8 @@ class TrainingLoop:
     ) -> TrainedStep:
         """The step's record; if a checkpoint is due after the step, it names that one."""
         scheduled = step.scheduled
-        every = self._context.configuration.trainer.checkpoint_every_steps
-        is_due = (scheduled.step + 1) % every == 0 or scheduled.is_last
+        now_s = asyncio.get_running_loop().time()
+        is_due = self._pace.is_due(scheduled.step, is_last=scheduled.is_last, now_s=now_s)
         return TrainedStep(
             step=scheduled.step,
             lineage=self._life.lineage,

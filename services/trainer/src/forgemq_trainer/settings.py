@@ -63,8 +63,7 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         bool,
         Meta(
             description="Whether a step is saved and published while the next one computes its "
-            "gradients; what is serialised then takes host memory beside the step's own. With "
-            "several ranks it is saved before the next step begins."
+            "gradients; weights that are serialised then take host memory beside the step's own."
         ),
     ] = True
     rank_deadline_s: Annotated[

@@ -168,8 +168,7 @@ class Store:
             self._checkpoints,
             state,
             weights=weights,
-            optimizer=training.optimizer_state(),
-            random_state=training.random_state,
+            write_optimizer=training.saving.save_optimizer,
             head=self._head_state(training),
         )
         # Its weights must outlive WEIGHTS_KEPT_MIN: after a restart lanes load them again.
@@ -232,5 +231,5 @@ class Store:
             base=self._base,
             dtype=self._configuration.model.dtype,
             folder=folder,
-            state=training.whole_weights(),
+            state=training.saving.whole_weights(),
         )

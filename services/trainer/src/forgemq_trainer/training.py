@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -40,15 +39,13 @@ from forgemq_trainer.core.tree import Floats, Forest, InvalidTreeError, joined, 
 from forgemq_trainer.head_training import HeadTraining
 from forgemq_trainer.heap import keep_freed_memory
 from forgemq_trainer.ranks import commands
-from forgemq_trainer.ranks.alone import ALONE, Alone
-from forgemq_trainer.ranks.ranks import Ranks
+from forgemq_trainer.ranks.alone import ALONE, Alone, AnyRanks
 from forgemq_trainer.ranks.sharded_model import ShardedModel
 from forgemq_trainer.start_checks import check_budget, check_reference, loss_of
 from forgemq_trainer.step_updates import StepUpdates, TakenUpdates
 from forgemq_trainer.storage.checkpoint import Checkpoint
+from forgemq_trainer.version_saving import VersionSaving
 from forgemq_trainer.whole_model import WholeModel
-
-AnyRanks: TypeAlias = Ranks | Alone
 
 
 class DivergedTrainingError(SettingsError):
@@ -145,6 +142,7 @@ class Training:
             self.version = checkpoint.step + 1
         self.random_state = torch.get_rng_state()
         """Torch's random state at `version`: the next step's gradients may draw from it."""
+        self.saving = VersionSaving(self._model, ranks, random_state=lambda: self.random_state)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -155,18 +153,6 @@ class Training:
     def head(self) -> HeadTraining | None:
         """The draft head at `version`; None if the run has no speculation."""
         return self._model.head
-
-    def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """State for a checkpoint of `version`; on ranks other than 0 it is empty."""
-        self._ranks.announce(commands.GatherOptimizer())
-        with self._ranks.together():
-            return self._model.updater.state()
-
-    def whole_weights(self) -> dict[str, torch.Tensor] | None:
-        """All weights by name, on rank 0 of several; None if `model` holds them itself."""
-        self._ranks.announce(commands.GatherWeights())
-        with self._ranks.together():
-            return self._model.whole_weights()
 
     def end(self) -> None:
         """Let the other ranks end; no call may follow."""
@@ -255,6 +241,7 @@ class Training:
         """
         if self._computed is None:
             raise ValueError(f"version {self.version} has no gradients to apply")
+        self.saving.finish_optimizer()
         computed, self._computed = self._computed, None
         started_s = time.perf_counter()
         used, parts = self._probe_parts(fresh, step=computed.step)

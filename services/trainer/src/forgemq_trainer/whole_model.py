@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from forgemq_contracts.run import RunConfiguration
@@ -15,6 +16,8 @@ from forgemq_trainer.core.tree import Floats, Forest
 from forgemq_trainer.head_training import HeadTraining
 from forgemq_trainer.heap import suit_heap
 from forgemq_trainer.model import LoadedModel, load_model
+from forgemq_trainer.storage.checkpoint import OPTIMIZER_FILE
+from forgemq_trainer.storage.optimizer_state import RANDOM_STATE, whole_parts, write_state_part
 
 
 class WholeModel:
@@ -39,6 +42,7 @@ class WholeModel:
         self.policy = loaded.policy if self.head is None else self.head.policy
         self.updater = Updater(self.module, configuration.optimizer)
         self._trainer = configuration.trainer
+        self._random_state = torch.empty(0)
         self._reference = _load_reference(configuration, device=device)
 
     def forward_backward(self, objective: Objective) -> EntryValues:
@@ -82,6 +86,18 @@ class WholeModel:
         return read_logprobs(
             self.policy, forest, microbatch, head_chunk=self._trainer.head_chunk_tokens
         )
+
+    def begin_optimizer(self, random_state: Tensor) -> None:
+        """Let the optimizer's state be written until the next update."""
+        self._random_state = random_state
+
+    def save_optimizer(self, folder: Path) -> dict[str, str]:
+        """Write the optimizer's state below a folder; returns each file's SHA-256."""
+        parts = whole_parts({**self.updater.state(), RANDOM_STATE: self._random_state})
+        return {OPTIMIZER_FILE: write_state_part(folder / OPTIMIZER_FILE, parts)}
+
+    def finish_optimizer(self) -> None:
+        """Do nothing: no thread of this model writes."""
 
     def whole_weights(self) -> dict[str, Tensor] | None:
         """None: `module` holds all weights itself."""

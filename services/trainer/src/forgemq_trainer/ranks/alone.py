@@ -1,8 +1,10 @@
 """The only rank of a trainer that is one process: the null object of `Ranks`."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeAlias
 
 from forgemq_trainer.ranks.commands import Command
+from forgemq_trainer.ranks.ranks import Ranks
 
 
 class Alone:
@@ -23,3 +25,6 @@ class Alone:
 
 
 ALONE = Alone()
+
+AnyRanks: TypeAlias = Ranks | Alone
+"""This process among the ranks, or the only one."""

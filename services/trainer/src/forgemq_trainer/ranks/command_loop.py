@@ -20,7 +20,10 @@ def carry_out_commands(ranks: Ranks, *, device: str) -> None:
         return
     assert isinstance(begin, commands.Begin), f"{begin} before the model was loaded"
     add_code_paths(begin.configuration.code_paths)
-    checkpoint = checkpoint_at(Path(begin.checkpoint)) if begin.checkpoint else None
+    checkpoint = None
+    if begin.checkpoint:
+        # Ranks of one machine see the same disk: one of them hashes.
+        checkpoint = checkpoint_at(Path(begin.checkpoint), is_hashed=ranks.local_rank == 0)
     training = Training(begin.configuration, device=device, checkpoint=checkpoint, ranks=ranks)
     while True:
         match ranks.receive():
@@ -29,10 +32,11 @@ def carry_out_commands(ranks: Ranks, *, device: str) -> None:
             case commands.Update(fresh=fresh):
                 training.update(fresh)
             case commands.GatherWeights():
-                training.whole_weights()
-            case commands.GatherOptimizer():
-                training.optimizer_state()
+                training.saving.gather_weights()
+            case commands.SaveOptimizer():
+                training.saving.begin_optimizer()
             case commands.End():
+                training.saving.finish_optimizer()
                 return
             case commands.Begin():
                 raise ValueError("rank 0 began twice")

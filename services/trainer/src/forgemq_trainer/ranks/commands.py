@@ -48,15 +48,15 @@ class GatherWeights(Struct, frozen=True, kw_only=True, tag=True):
     """Send the model's shards to rank 0."""
 
 
-class GatherOptimizer(Struct, frozen=True, kw_only=True, tag=True):
-    """Send the optimizer's shards to rank 0."""
+class SaveOptimizer(Struct, frozen=True, kw_only=True, tag=True):
+    """Begin to save the optimizer's state, beside what follows."""
 
 
 class End(Struct, frozen=True, kw_only=True, tag=True):
     """Stop: training is over, or rank 0 got a signal to stop."""
 
 
-Command: TypeAlias = Begin | ComputeGradients | Update | GatherWeights | GatherOptimizer | End
+Command: TypeAlias = Begin | ComputeGradients | Update | GatherWeights | SaveOptimizer | End
 
 _DECODER: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 

@@ -1,10 +1,11 @@
 """The trainer's ranks: processes that train one step together, and how they communicate.
 
-Rank 0 does all that touches the log and writes to disk; the others carry out its commands. There
-are three kinds of process groups. The control group (gloo, on CPUs) carries commands; a wait in it
-may last as long as the run has nothing to train. The other two are used within a step: a group for
-small records, and the groups of the computation (gloo, or NCCL on GPUs). Within a step, a rank that
-dies or misses the deadline ends the others too.
+Rank 0 does all that touches the log; the others carry out its commands. There are four kinds of
+process groups. The control group (gloo, on CPUs) carries commands; a wait in it may last as long as
+the run has nothing to train. Two are used within a step: a group for small records, and the groups
+of the computation (gloo, or NCCL on GPUs). Within a step, a rank that dies or misses the deadline
+ends the others too. The fourth (gloo) is used by the ranks' threads that write a checkpoint beside
+a step; a wait in it lasts until the slowest has written, and ends if a rank dies.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -151,6 +152,7 @@ class Ranks:
         )
         self._control = _group(backend="gloo", timeout=IDLE_MAX)
         self._records = _group(backend="gloo", timeout=deadline)
+        self._saving = _group(backend="gloo", timeout=IDLE_MAX)
         self.mesh = DeviceMesh("cuda" if is_gpu else "cpu", list(range(launch.world_size)))
         # Not the default group: FSDP issues its gathers there from other streams, and NCCL may
         # deadlock if the ranks' calls on one group come in different orders.
@@ -160,6 +162,11 @@ class Ranks:
     def rank(self) -> int:
         """This rank, from 0."""
         return self._launch.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its machine, from 0."""
+        return self._launch.local_rank
 
     @property
     def world_size(self) -> int:
@@ -198,11 +205,8 @@ class Ranks:
         """
         if self.rank > 0:
             return
-        encoded = encode(command)
         with self.together():
-            dist.broadcast(torch.tensor([len(encoded)]), src=0, group=self._control)
-            data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-            dist.broadcast(data, src=0, group=self._control)
+            self._tell(encode(command), group=self._control)
 
     def receive(self) -> Command:
         """Wait for the next command of rank 0, for days if rank 0 has none.
@@ -210,17 +214,33 @@ class Ranks:
         Raises:
             RankLostError: rank 0 died.
         """
-        size = torch.zeros(1, dtype=torch.int64)
         with self.together():
-            dist.broadcast(size, src=0, group=self._control)
-            data = torch.empty(int(size), dtype=torch.uint8)
-            dist.broadcast(data, src=0, group=self._control)
-        return decode(data.numpy().tobytes())
+            return decode(self._tell(b"", group=self._control))
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
         """Send bytes to rank 0; returns every rank's, by rank, on rank 0, and [] on the others."""
+        return self._gather(own, group=self._records)
+
+    def tell_saving(self, data: bytes) -> bytes:
+        """Rank 0's bytes, on every rank; among the threads that write a checkpoint."""
+        return self._tell(data, group=self._saving)
+
+    def gather_saved(self, own: bytes) -> list[bytes]:
+        """As `gather_bytes` does, among the threads that write a checkpoint."""
+        return self._gather(own, group=self._saving)
+
+    def _tell(self, data: bytes, *, group: dist.ProcessGroup) -> bytes:
+        """Rank 0's bytes, on every rank; those of the others are not used."""
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, src=0, group=group)
+        values = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == 0 else None
+        values = torch.empty(int(size), dtype=torch.uint8) if values is None else values
+        dist.broadcast(values, src=0, group=group)
+        return values.numpy().tobytes()
+
+    def _gather(self, own: bytes, *, group: dist.ProcessGroup) -> list[bytes]:
         everyones: list[object] = [None] * self.world_size
-        dist.gather_object(own, everyones if self.rank == 0 else None, 0, group=self._records)
+        dist.gather_object(own, everyones if self.rank == 0 else None, 0, group=group)
         return [item for item in everyones if isinstance(item, bytes)] if self.rank == 0 else []
 
     def all_gather(self, own: Tensor) -> list[Tensor]:

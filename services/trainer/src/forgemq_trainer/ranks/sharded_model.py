@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from forgemq_contracts.run import RunConfiguration
@@ -19,9 +20,11 @@ from forgemq_trainer.core.step import EntryValues, Objective, merged
 from forgemq_trainer.core.tree import Floats, Forest
 from forgemq_trainer.loading import fill
 from forgemq_trainer.model import DTYPES, load_empty
+from forgemq_trainer.ranks.part_saving import PartSaving
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.ranks.sharded_updater import ShardedUpdater
 from forgemq_trainer.ranks.sharding import FsdpShards, reshard, shard, whole_state
+from forgemq_trainer.storage.optimizer_state import RANDOM_STATE, StatePart, whole_parts
 
 
 class ShardedModel:
@@ -43,6 +46,8 @@ class ShardedModel:
         self.policy = loaded.policy
         shards = FsdpShards(ranks, dtype=self._dtype)
         self.updater = ShardedUpdater(self.module, configuration.optimizer, shards=shards)
+        self._random_state = torch.empty(0)
+        self._saving = PartSaving(ranks, self._parts)
 
     def forward_backward(self, objective: Objective) -> EntryValues:
         """Add this rank's part of the objective's gradients.
@@ -104,6 +109,28 @@ class ShardedModel:
         )
         reshard(self.policy.decoder)
         return values
+
+    def begin_optimizer(self, random_state: Tensor) -> None:
+        """Let this rank's part of the optimizer's state be written until the next update."""
+        self._random_state = random_state
+        self._saving.begin()
+
+    def save_optimizer(self, folder: Path) -> dict[str, str]:
+        """On rank 0, have all parts written below a folder; returns each file's SHA-256.
+
+        Not collective: the other ranks' threads take part, and no rank waits for another's step.
+        """
+        return self._saving.lead(folder)
+
+    def finish_optimizer(self) -> None:
+        """Wait until this rank's part is written, if that was begun; not collective."""
+        self._saving.finish()
+
+    def _parts(self) -> dict[str, StatePart]:
+        parts = self.updater.parts()
+        if self._ranks.rank == 0:
+            parts |= whole_parts({RANDOM_STATE: self._random_state})
+        return parts
 
     def whole_weights(self) -> dict[str, Tensor] | None:
         """All weights by name on rank 0, in host memory; empty on the others."""

@@ -1,18 +1,18 @@
 """AdamW on shards: every rank updates its part of every parameter; only the norm is exchanged.
 
-The shards are fp32, so they are the master weights too. State is saved and restored whole, under
-the names that `core.optimizer.Updater` uses, so a checkpoint does not depend on the number of
-ranks.
+The shards are fp32, so they are the master weights too. State has the names that
+`core.optimizer.Updater` uses, and each rank saves its part with its place in the whole, so another
+number of ranks can go on from it.
 """
 
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from forgemq_contracts.run import Optimizer
 from forgemq_trainer.core.optimizer import NonFiniteGradientError, adamw
+from forgemq_trainer.loading import own_part
 from forgemq_trainer.ranks.sharding import FsdpShards
+from forgemq_trainer.storage.optimizer_state import StatePart, StoredState
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before division, as torch's clip_grad_norm_ does: both updaters clip alike."""
@@ -61,47 +61,46 @@ class ShardedUpdater:
         for name, parameter in self._parameters.items():
             self._masters[name].grad = parameter.grad = None
 
-    def state(self) -> dict[str, Tensor]:
-        """All state by name, every tensor whole, in rank 0's host memory; {} on the others.
+    def parts(self) -> dict[str, StatePart]:
+        """This rank's part of all state by name, in the memory that holds it.
 
-        No device need have room for all of it: one tensor after the other is gathered and moved to
-        host memory.
+        What every rank has, as counts of updates, only rank 0's has.
         """
-        tensors: dict[str, Tensor] = {}
-
-        def keep(key: str, tensor: Tensor) -> None:
-            if self._shards.keeps_whole:
-                tensors[key] = tensor.detach().cpu()
-
+        parts: dict[str, StatePart] = {}
         for name, master in self._masters.items():
             parameter = self._parameters[name]
-            if self._shards.are_masters:
-                keep(f"{name}|master", self._shards.whole(master, like=parameter))
-            for field, value in self._adamw.state.get(master, {}).items():
-                is_count = field == "step"
-                keep(
-                    f"{name}|{field}",
-                    value.reshape(1) if is_count else self._shards.whole(value, like=parameter),
-                )
-        return tensors
+            tensors = {"master": master} if self._shards.are_masters else {}
+            tensors |= self._adamw.state.get(master, {})
+            for field, value in tensors.items():
+                if field == "step":
+                    if self._shards.is_first:
+                        count = value.detach().reshape(1)
+                        parts[f"{name}|{field}"] = StatePart(tensor=count, start=(0,), shape=(1,))
+                elif value.numel():
+                    parts[f"{name}|{field}"] = StatePart(
+                        tensor=value.detach(),
+                        start=own_part(parameter)[1],
+                        shape=tuple(parameter.shape),
+                    )
+        return parts
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a `state()` of the same model, saved by any number of ranks.
+    def restore(self, state: StoredState) -> None:
+        """Continue from the state of the same model, saved by any number of ranks.
+
+        Each rank reads its part of one tensor after the other.
 
         Raises:
             ValueError: the state belongs to another model.
         """
-        for key, value in state.items():
+        for key in state:
             name, _, field = key.rpartition("|")
             if name not in self._masters:
                 raise ValueError(f"optimizer state for {name}, which the model does not have")
             master, parameter = self._masters[name], self._parameters[name]
-            with torch.no_grad():
-                if field == "master":
-                    master.copy_(self._shards.part(value, like=parameter))
-                elif field == "step":
-                    self._adamw.state[master][field] = value.reshape(()).to(
-                        master.device, copy=True
-                    )
-                else:
-                    self._adamw.state[master][field] = self._shards.part(value, like=parameter)
+            if field == "step":
+                self._adamw.state[master][field] = state[key].reshape(()).to(master.device)
+                continue
+            if field != "master":
+                self._adamw.state[master][field] = torch.empty_like(master)
+            part = master if field == "master" else self._adamw.state[master][field]
+            state.read(key, into=part, start=own_part(parameter)[1])

@@ -108,7 +108,7 @@ class FsdpShards:
     def __init__(self, ranks: Ranks, *, dtype: torch.dtype) -> None:
         self._ranks = ranks
         self.are_masters = dtype not in (torch.float32, torch.float64)
-        self.keeps_whole = ranks.rank == 0
+        self.is_first = ranks.rank == 0
 
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's part of a sharded parameter or gradient; shares its memory."""
@@ -116,26 +116,6 @@ class FsdpShards:
         with torch.no_grad():
             local = tensor.to_local()
         return local.detach()
-
-    def part(self, whole: Tensor, *, like: Tensor) -> Tensor:
-        """This rank's part of a whole tensor, laid out as the parameter `like`."""
-        assert isinstance(like, DTensor)
-        parts = distribute_tensor(
-            whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None
-        )
-        return self.local(parts).clone()
-
-    def whole(self, local: Tensor, *, like: Tensor) -> Tensor:
-        """Gather all ranks' parts of a tensor laid out as the parameter `like`; collective."""
-        assert isinstance(like, DTensor)
-        return DTensor.from_local(
-            local,
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        ).full_tensor()
 
     def all_reduce(self, own: Tensor) -> Tensor:
         """Sum over the ranks; collective."""

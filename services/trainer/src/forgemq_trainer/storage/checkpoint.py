@@ -2,8 +2,10 @@
 
 One folder for each step, `step-00000041`: the model's files, `optimizer/state.safetensors`
 (moments, counts, fp32 masters, random state) and `trainer.json` (the record below); of a run with
-speculation also a folder `head` with a draft head and its optimizer. A checkpoint is read back from
-the disk and its checksums verified before trained-steps names it, and again on loading.
+speculation also a folder `head` with a draft head and its optimizer. Each of several ranks writes
+its part of the state itself, `optimizer/part-00000.safetensors` and so on; any number of ranks
+reads either. A checkpoint is read back from the disk and its checksums verified before
+trained-steps names it, and again on loading.
 
 If a checkpoint is damaged and the log does not name it, the previous one is used. If the log names
 it, the trainer stops (`PreviousLives.next_lineage`): the trees of the steps after the previous one
@@ -11,12 +13,12 @@ may already be deleted, so these steps could not be trained again.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forgemq_contracts.run import RunConfiguration
@@ -25,6 +27,12 @@ from forgemq_contracts.steps import TrainedStep
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.storage.folders import file_sha256, forget_cached, remove_folder, write_folder
 from forgemq_trainer.storage.heads import fill_head
+from forgemq_trainer.storage.optimizer_state import (
+    RANDOM_STATE,
+    StoredState,
+    whole_parts,
+    write_state_part,
+)
 from forgemq_trainer.storage.weights import WEIGHTS_FILE, WeightsFolder, link_model
 
 OPTIMIZER_FILE = "optimizer/state.safetensors"
@@ -33,8 +41,8 @@ _FILE_BESIDE_MODEL = "optimizer.safetensors"
 """Where earlier builds wrote it; their checkpoints are read too."""
 RECORD_FILE = "trainer.json"
 HEAD_FOLDER = "head"
-RANDOM_STATE = "torch|random"
-"""Key of torch's random state in the optimizer's file; no parameter's name holds a "|"."""
+_HASHED_AT_ONCE = 8
+"""Files of a checkpoint; one thread hashes about 1.5 GB/s, and a disk may read more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +75,18 @@ class HeadState:
     base: Path
 
 
+class OptimizerPart(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's part of the optimizer's state.
+
+    Attributes:
+        file: Its path in the checkpoint's folder.
+        sha256: Of the file.
+    """
+
+    file: str
+    sha256: str
+
+
 class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The content of a checkpoint's `trainer.json`, besides its own checksum.
 
@@ -76,7 +96,8 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         configuration: The run's when it was saved.
         tree_positions: (partition, offset) of merged-trees from which to read on.
         weights_sha256: Of the model's file.
-        optimizer_sha256: Of the optimizer's file.
+        optimizer_sha256: Of the optimizer's file; "" if there are parts.
+        optimizer_parts: The optimizer's files if several ranks wrote them.
         head_sha256: Of the draft head's file; "" without one.
         head_optimizer_sha256: Of the file of its optimizer.
     """
@@ -89,10 +110,18 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     optimizer_sha256: str
     head_sha256: str = ""
     head_optimizer_sha256: str = ""
+    optimizer_parts: tuple[OptimizerPart, ...] = ()
+
+    @property
+    def optimizer_sha256_of_file(self) -> dict[str, str]:
+        """The checksum of each file of the optimizer's state, by its path."""
+        if self.optimizer_parts:
+            return {part.file: part.sha256 for part in self.optimizer_parts}
+        return {OPTIMIZER_FILE: self.optimizer_sha256}
 
     def sha256_of_file(self) -> dict[str, str]:
         """The checksum of each file of tensors, by its path in the checkpoint's folder."""
-        files = {WEIGHTS_FILE: self.weights_sha256, OPTIMIZER_FILE: self.optimizer_sha256}
+        files = {WEIGHTS_FILE: self.weights_sha256, **self.optimizer_sha256_of_file}
         if self.head_sha256:
             files[f"{HEAD_FOLDER}/{WEIGHTS_FILE}"] = self.head_sha256
             files[f"{HEAD_FOLDER}/{OPTIMIZER_FILE}"] = self.head_optimizer_sha256
@@ -121,23 +150,26 @@ class Checkpoint:
         """The last step in it."""
         return self.record.trained.step
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """Read the optimizer's state, without the random state."""
-        tensors = load_file(_placed(self.folder, OPTIMIZER_FILE))
-        return {name: tensor for name, tensor in tensors.items() if name != RANDOM_STATE}
+    def optimizer_state(self) -> StoredState:
+        """The optimizer's state, without the random state; read tensor by tensor."""
+        return StoredState(self._optimizer_files, without=frozenset({RANDOM_STATE}))
+
+    @property
+    def _optimizer_files(self) -> list[Path]:
+        return [_placed(self.folder, file) for file in self.record.optimizer_sha256_of_file]
 
     @property
     def head_folder(self) -> Path:
         """Of its draft head, which is there if the run has speculation."""
         return self.folder / HEAD_FOLDER
 
-    def head_optimizer_state(self) -> dict[str, Tensor]:
-        """Read the state of the draft head's optimizer."""
-        return load_file(_placed(self.head_folder, OPTIMIZER_FILE))
+    def head_optimizer_state(self) -> StoredState:
+        """The state of the draft head's optimizer."""
+        return StoredState([_placed(self.head_folder, OPTIMIZER_FILE)])
 
     def random_state(self) -> Tensor:
         """Read the state of torch's random generator."""
-        return load_file(_placed(self.folder, OPTIMIZER_FILE))[RANDOM_STATE]
+        return StoredState(self._optimizer_files)[RANDOM_STATE]
 
 
 class OtherRunError(SettingsError):
@@ -169,20 +201,29 @@ def write_checkpoint(
     state: TrainingState,
     *,
     weights: WeightsFolder,
-    optimizer: dict[str, Tensor],
-    random_state: Tensor,
+    write_optimizer: Callable[[Path], Mapping[str, str]],
     head: HeadState | None = None,
 ) -> Path:
     """Write a checkpoint durably, read it back, and return its folder.
+
+    Args:
+        root: Folder of the run's checkpoints.
+        state: Where training stands.
+        weights: Of its version.
+        write_optimizer: Writes the optimizer's files into a folder durably, reads them back and
+            returns the checksum of each by its path there.
+        head: The draft head, if the run trains one.
 
     Raises:
         DamagedCheckpointError: the disk holds other bytes than were written.
     """
     folder = root / f"step-{state.trained.step:08d}"
+    optimizer: dict[str, str] = {}
 
     def fill(draft: Path) -> None:
         link_model(weights.folder, draft)
-        _save_optimizer(draft, {**optimizer, RANDOM_STATE: random_state})
+        (draft / OPTIMIZER_FILE).parent.mkdir()
+        optimizer.update(write_optimizer(draft))
         if head is not None:
             _fill_head(draft / HEAD_FOLDER, head, dtype=state.configuration.model.dtype)
         record = CheckpointRecord(
@@ -191,7 +232,12 @@ def write_checkpoint(
             configuration=state.configuration,
             tree_positions=state.tree_positions,
             weights_sha256=weights.sha256,
-            optimizer_sha256=file_sha256(draft / OPTIMIZER_FILE),
+            optimizer_sha256=optimizer.get(OPTIMIZER_FILE, ""),
+            optimizer_parts=tuple(
+                OptimizerPart(file=file, sha256=sha256)
+                for file, sha256 in sorted(optimizer.items())
+                if file != OPTIMIZER_FILE
+            ),
             head_sha256="" if head is None else file_sha256(draft / HEAD_FOLDER / WEIGHTS_FILE),
             head_optimizer_sha256=""
             if head is None
@@ -204,9 +250,9 @@ def write_checkpoint(
     write_folder(folder, fill)
     # Read from the disk, not from the page cache, which would hide a failing disk.
     for path in folder.rglob("*"):
-        if path.is_file():
+        if path.is_file() and path.relative_to(folder).as_posix() not in optimizer:
             forget_cached(path)
-    if _read_intact(folder) is None:
+    if _read_intact(folder, verified=frozenset(optimizer)) is None:
         raise DamagedCheckpointError(f"{folder} does not read back as it was written")
     return folder
 
@@ -228,13 +274,17 @@ def checkpoints(root: Path, *, run: str) -> Iterator[Checkpoint | Path]:
         yield folder if found is None else found
 
 
-def checkpoint_at(folder: Path) -> Checkpoint:
+def checkpoint_at(folder: Path, *, is_hashed: bool) -> Checkpoint:
     """Read the checkpoint in a folder that rank 0 named.
+
+    Args:
+        folder: The same for all ranks.
+        is_hashed: False if a rank of this machine has verified the checksums of its files.
 
     Raises:
         DamagedCheckpointError: its checksums do not hold on this rank.
     """
-    found = _read_intact(folder)
+    found = _read_intact(folder, has_hashed_files=is_hashed)
     if found is None:
         raise DamagedCheckpointError(f"rank 0 reads the checkpoint {folder}, this rank does not")
     return found
@@ -249,13 +299,9 @@ def remove_older(root: Path, *, kept: int, pattern: str) -> None:
 def _fill_head(folder: Path, head: HeadState, *, dtype: str) -> None:
     folder.mkdir()
     fill_head(folder, head.tensors, base=head.base, dtype=dtype)
-    _save_optimizer(folder, head.optimizer)
-
-
-def _save_optimizer(folder: Path, state: dict[str, Tensor]) -> None:
     file = folder / OPTIMIZER_FILE
     file.parent.mkdir()
-    save_file({name: tensor.cpu().contiguous() for name, tensor in state.items()}, file)
+    write_state_part(file, whole_parts(head.optimizer))
 
 
 def _placed(folder: Path, file: str) -> Path:
@@ -266,19 +312,34 @@ def _placed(folder: Path, file: str) -> Path:
     return folder / file.replace(OPTIMIZER_FILE, _FILE_BESIDE_MODEL)
 
 
-def _read_intact(folder: Path) -> Checkpoint | None:
-    """Read the checkpoint in a folder; None if its checksums do not hold."""
+def _read_intact(
+    folder: Path, *, verified: frozenset[str] = frozenset(), has_hashed_files: bool = True
+) -> Checkpoint | None:
+    """Read the checkpoint in a folder; None if its checksums do not hold.
+
+    Args:
+        folder: Of the checkpoint.
+        verified: Files in it whose checksums need no check.
+        has_hashed_files: False to check that of the record only.
+    """
     try:
         sealed = msgspec.json.decode((folder / RECORD_FILE).read_bytes(), type=_SealedRecord)
         record = msgspec.json.decode(sealed.record, type=CheckpointRecord)
         written = msgspec.json.encode(msgspec.json.decode(sealed.record))
-        is_whole = sealed.sha256 == _sha256(written) and all(
-            file_sha256(_placed(folder, file)) == sha256
-            for file, sha256 in record.sha256_of_file().items()
+        expected = record.sha256_of_file() if has_hashed_files else {}
+        is_whole = sealed.sha256 == _sha256(written) and _hold(
+            folder, {name: each for name, each in expected.items() if name not in verified}
         )
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
     return Checkpoint(folder=folder, record=record) if is_whole else None
+
+
+def _hold(folder: Path, sha256_of_file: Mapping[str, str]) -> bool:
+    """Whether each file has its checksum."""
+    paths = [_placed(folder, file) for file in sha256_of_file]
+    with ThreadPoolExecutor(max_workers=_HASHED_AT_ONCE) as pool:
+        return list(pool.map(file_sha256, paths)) == list(sha256_of_file.values())
 
 
 def _sha256(data: bytes) -> str:

@@ -59,13 +59,13 @@ def write_folder(folder: Path, fill: Callable[[Path], None], *, is_synced: bool 
     remove_folder(folder)
     draft.rename(folder)
     if is_synced:
-        _sync(folder.parent)
+        sync_file(folder.parent)
 
 
 def sync_folder(folder: Path) -> None:
     """Make a folder that was written without a sync outlive a crash of the machine."""
     _sync_files(folder)
-    _sync(folder.parent)
+    sync_file(folder.parent)
 
 
 def remove_folder(folder: Path) -> None:
@@ -108,11 +108,12 @@ def forget_cached(path: Path) -> None:
 def _sync_files(folder: Path) -> None:
     """Sync the files, then the folder that names them."""
     for path in sorted(folder.rglob("*")):
-        _sync(path)
-    _sync(folder)
+        sync_file(path)
+    sync_file(folder)
 
 
-def _sync(path: Path) -> None:
+def sync_file(path: Path) -> None:
+    """Make a file, or a folder's list of files, outlive a crash of the machine."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
