@@ -237,16 +237,14 @@ class Trainer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omi
     steps_ahead_max: Annotated[
         int, Meta(ge=0, le=8, description="Steps scheduled ahead of the one in training.")
     ] = 1
-    checkpoint_every_steps: Annotated[
-        int, Meta(ge=0, description="0: as often as `checkpoint_share_max` allows.")
-    ] = 0
+    checkpoint_every_steps: Annotated[int, Meta(ge=1)] = 1
     checkpoint_share_max: Annotated[
         float,
         Meta(
             gt=0,
             le=1,
-            description="Share of the run's time that writing checkpoints may take, if "
-            "`checkpoint_every_steps` is 0.",
+            description="Share of the run's time that writing checkpoints may take if "
+            "`checkpoint_every_steps` is 1; a larger number of steps is kept whatever it costs.",
         ),
     ] = 0.05
     checkpoints_kept: Annotated[int, Meta(ge=1)] = 3

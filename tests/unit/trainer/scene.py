@@ -275,7 +275,7 @@ def configuration_of(base: Path, **trainer: object) -> RunConfiguration:
         model=Model(path=str(base), dtype="float32", context_tokens_max=512),
         queues=(Queue(domain="demo", task_source="a:b", agent="a:c", groups_per_step=2, slots=4),),
         trainer=Trainer(
-            **({"steps": 4, "head_chunk_tokens": 16, "checkpoint_every_steps": 1} | trainer)
+            **({"steps": 4, "head_chunk_tokens": 16, "checkpoint_share_max": 1.0} | trainer)
         ),
         optimizer=Optimizer(lr=1e-2, lr_final_fraction=0.5),
         log=LogLayout(group_partitions=2),

@@ -29,6 +29,15 @@ def test_writing_takes_at_most_its_share_and_a_crash_costs_at_most_that_and_a_st
     assert cost_s * (len(due_s) - 1) <= share * (due_s[-1] - due_s[0]) * (1 + 1e-9)
 
 
+def test_a_share_of_one_is_a_checkpoint_after_each_step_that_waits_for_the_one_before() -> None:
+    pace = CheckpointPace(Trainer(steps=9, checkpoint_share_max=1.0))
+    due = []
+    for step in range(5):
+        due.append(pace.is_due(step, is_last=False, now_s=30.0 * step))
+        pace.took(30.0)
+    assert due == [True] * 5
+
+
 def test_a_number_of_steps_is_kept_whatever_a_checkpoint_costs() -> None:
     pace = CheckpointPace(Trainer(steps=9, checkpoint_every_steps=3))
     pace.took(1e9)

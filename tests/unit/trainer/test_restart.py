@@ -86,7 +86,7 @@ async def test_a_life_between_two_checkpoints_costs_the_steps_since_the_older_an
     tmp_path: Path,
 ) -> None:
     """Checkpoints cost more than their share, so each life has one after its first step only."""
-    bench = await memory_bench(tmp_path, checkpoint_every_steps=0, checkpoint_share_max=1e-9)
+    bench = await memory_bench(tmp_path, checkpoint_share_max=1e-9)
     trees = _trees(4)
     await bench.put_trees(trees)
     steps = [scheduled_step(n, [tree], is_last=n == 3) for n, tree in enumerate(trees)]

@@ -1,10 +1,10 @@
 """After which steps a checkpoint is written: every so many, or by what one costs.
 
-By cost: the next one is due at the end of the first step that ends so long after the newest was due
-that writing takes at most a share of that time. Its cost is the time that the newest took to be
-written and read back, as if nothing had been computed beside it. A life's first step always gets
-one: its cost is then known, a disk that is too small shows at once, and a run whose lives are
-short still advances.
+By cost if `trainer.checkpoint_every_steps` is 1: the next one is due at the end of the first step
+that ends so long after the newest was due that writing takes at most a share of that time. Its cost
+is the time that the newest took to be written and read back, as if nothing had been computed beside
+it. A life's first step always gets one: its cost is then known, a disk that is too small shows at
+once, and a run whose lives are short still advances.
 """
 
 from forgemq_contracts.run import Trainer
@@ -33,7 +33,7 @@ class CheckpointPace:
             is_last: True for the run's last, which always gets one.
             now_s: A clock's time.
         """
-        if self._every_steps:
+        if self._every_steps > 1:
             return is_last or (step + 1) % self._every_steps == 0
         newest_s = self._newest_due_s
         is_due = is_last or newest_s is None or self._cost_s <= self._share_max * (now_s - newest_s)
