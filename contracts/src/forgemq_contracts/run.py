@@ -8,6 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
+from forgemq_contracts.checkpoint_share import CheckpointShare
 from forgemq_contracts.curriculum import Curriculum
 from forgemq_contracts.distillation import Distillation
 from forgemq_contracts.domain_settings import DomainRewards, DomainSampling
@@ -238,15 +239,7 @@ class Trainer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omi
         int, Meta(ge=0, le=8, description="Steps scheduled ahead of the one in training.")
     ] = 1
     checkpoint_every_steps: Annotated[int, Meta(ge=1)] = 1
-    checkpoint_share_max: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=1,
-            description="Share of the run's time that writing checkpoints may take if "
-            "`checkpoint_every_steps` is 1; a larger number of steps is kept whatever it costs.",
-        ),
-    ] = 0.05
+    checkpoint_share_max: CheckpointShare = 0.05
     checkpoints_kept: Annotated[int, Meta(ge=1)] = 3
     memory_budget_bytes: Annotated[
         int,

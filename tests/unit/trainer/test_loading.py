@@ -15,7 +15,7 @@ from forgemq_trainer.loading import fill
 from forgemq_trainer.model import DTYPES, load_empty, load_model, prepare
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.ranks.sharding import shard, whole_state
-from forgemq_trainer.storage.tensor_files import ModelFolderError
+from forgemq_trainer.storage.tensor_files import StoredTensorsError
 from tests.unit.trainer.rank_scene import START_DEADLINE_S, WORK_DEADLINE_S, WORLD, RankPair
 from tests.unit.trainer.scene import make_model
 
@@ -147,7 +147,7 @@ def _with(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callabl
         (_with("layers.0.input_layernorm.weight", 32), f"are both {NORM}"),
         (
             _with("model.layers.0.self_attn.q_proj.bias", 32),
-            "q_proj.bias in .* is none of the model's",
+            "q_proj.bias in .* is unknown to the model",
         ),
     ],
     ids=[
@@ -170,7 +170,7 @@ def test_a_tensor_that_is_not_as_the_model_needs_it_is_refused_by_name(
     tensors = load_file(tmp_path / "model.safetensors")
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelFolderError, match=reason):
+    with pytest.raises(StoredTensorsError, match=reason):
         load_model(tmp_path, dtype="float32")
 
 
@@ -181,18 +181,18 @@ def test_an_index_and_its_files_must_agree(tmp_path: Path) -> None:
     file = tmp_path / named[NORM]
     tensors = load_file(file)
     save_file({**tensors, "lm_head.weight": torch.zeros(64, 32)}, file)
-    with pytest.raises(ModelFolderError, match=r"embed_tokens.weight and lm_head.weight differ"):
+    with pytest.raises(StoredTensorsError, match=r"embed_tokens.weight and lm_head.weight differ"):
         load_model(tmp_path, dtype="float32")
     save_file({**tensors, "model.norm.weight": torch.zeros(32)}, file)
     assert named["model.norm.weight"] != file.name
-    with pytest.raises(ModelFolderError, match=r"tensor model.norm.weight is in .* and in "):
+    with pytest.raises(StoredTensorsError, match=r"tensor model.norm.weight is in .* and in "):
         load_model(tmp_path, dtype="float32")
     save_file({name: value for name, value in tensors.items() if name != NORM}, file)
-    with pytest.raises(ModelFolderError, match=f"tensor {NORM} in {file.name}, which does not"):
+    with pytest.raises(StoredTensorsError, match=f"tensor {NORM} in {file.name}, which does not"):
         load_model(tmp_path, dtype="float32")
     file.unlink()
-    with pytest.raises(ModelFolderError, match=f"names {file.name}, which is not there"):
+    with pytest.raises(StoredTensorsError, match=f"names {file.name}, which is not there"):
         load_model(tmp_path, dtype="float32")
     index.unlink()
-    with pytest.raises(ModelFolderError, match=r"neither model.safetensors nor"):
+    with pytest.raises(StoredTensorsError, match=r"neither model.safetensors nor"):
         load_model(tmp_path, dtype="float32")

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from forgemq_trainer.storage.model_layout import model_layout
 from forgemq_trainer.storage.tensor_files import (
-    ModelFolderError,
     Piece,
     Place,
+    StoredTensorsError,
     read_part,
     tensors_of_folder,
 )
@@ -68,14 +68,14 @@ def fill(model: nn.Module, folder: Path) -> None:
         folder: Holds its weights.
 
     Raises:
-        ModelFolderError: a tensor is missing, there twice, none of the model's or of another shape.
+        StoredTensorsError: a tensor is missing, there twice, unknown or of another shape.
         OSError: a file cannot be read.
     """
     layout = model_layout(model, tensors_of_folder(folder))
     for names, tensor in _distinct(model):
         stored = [name for name in names if name in layout]
         if not stored:
-            raise ModelFolderError(f"{folder} has no tensor for {names[0]}")
+            raise StoredTensorsError(f"{folder} has no tensor for {names[0]}")
         own, start = own_part(tensor)
         read_part(own, layout[stored[0]], start=start)
         for other in stored[1:]:
@@ -124,12 +124,12 @@ def _check_tied(
     """Refuse a folder that has both of two tied tensors, and not with the same values.
 
     Raises:
-        ModelFolderError: names both.
+        StoredTensorsError: names both.
     """
     other = torch.empty_like(own)
     read_part(other, pieces, start=start)
     if not torch.equal(own, other):
-        raise ModelFolderError(
+        raise StoredTensorsError(
             f"{folder}: {names[0]} and {names[1]} differ, which config.json ties; set "
             "tie_word_embeddings to false if they are two"
         )

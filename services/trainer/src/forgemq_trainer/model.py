@@ -61,7 +61,7 @@ def load_model(
 
     Raises:
         UnsupportedModelError: an architecture or a setting rules out exact tree training.
-        ModelFolderError: the folder's tensors are not the model's.
+        StoredTensorsError: the folder's tensors are not the model's.
         OSError: the folder holds no model.
     """
     model = _unfilled(folder, dtype=dtype)

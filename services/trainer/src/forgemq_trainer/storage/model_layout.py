@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from forgemq_trainer.storage.tensor_files import ModelFolderError, Piece, Place, StoredTensor
+from forgemq_trainer.storage.tensor_files import Piece, Place, StoredTensor, StoredTensorsError
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -38,7 +38,7 @@ def model_layout(
         stored: All tensors in its folder, by name.
 
     Raises:
-        ModelFolderError: a stored tensor is none of the model's, is there twice, or has another
+        StoredTensorsError: a stored tensor is unknown to the model, there twice, or of another
             shape; an expert is missing.
     """
     transforms = get_model_conversion_mapping(model)
@@ -84,13 +84,13 @@ class _Sources:
             place, pattern = stored.name, None
         if place not in self._shapes:
             if not self._ignored.search(stored.name):
-                raise ModelFolderError(
-                    f"tensor {stored.name} in {stored.file} is none of the model's, whose "
+                raise StoredTensorsError(
+                    f"tensor {stored.name} in {stored.file} is unknown to the model, whose "
                     "config.json asks for none of that name"
                 )
             return
         if stored.dtype not in _FLOATS:
-            raise ModelFolderError(
+            raise StoredTensorsError(
                 f"tensor {stored.name} in {stored.file} is of {stored.dtype}; supported: "
                 f"{', '.join(_FLOATS)}"
             )
@@ -101,7 +101,7 @@ class _Sources:
         if other is None and place in self._converted:
             other = next(iter(self._converted[place].values()))[0]
         if other is not None:
-            raise ModelFolderError(
+            raise StoredTensorsError(
                 f"tensors {other.name} and {stored.name} in {stored.file.parent} are both {place}"
             )
         self._plain[place] = stored
@@ -127,7 +127,7 @@ class _Sources:
         sources = []
         for pattern in converter.source_patterns:
             if pattern not in parts:
-                raise ModelFolderError(f"{place} has no part like {pattern} in the folder")
+                raise StoredTensorsError(f"{place} has no part like {pattern} in the folder")
             sources.append(parts[pattern])
         if not is_stacked:
             assert joined is not None, f"{place} is neither stacked nor joined"
@@ -151,13 +151,13 @@ class _Sources:
             by_number[int(match.group(1))] = stored
         for expected in range(count):
             if expected not in by_number:
-                raise ModelFolderError(
+                raise StoredTensorsError(
                     f"{found[0].file.parent} has no tensor like {found[0].name} with number "
                     f"{expected}; the model has {count}"
                 )
         if len(found) > count:
             extra = by_number[max(by_number)]
-            raise ModelFolderError(
+            raise StoredTensorsError(
                 f"tensor {extra.name} in {extra.file} is one too many: the model has {count}"
             )
         return [by_number[expected] for expected in range(count)]
@@ -172,7 +172,7 @@ def _operations(converter: WeightConverter, place: str) -> tuple[bool, int | Non
         not rest or (len(rest) == 1 and isinstance(rest[0], Concatenate))
     )
     if not is_known or (is_stacked and operations[0].dim != 0):
-        raise ModelFolderError(
+        raise StoredTensorsError(
             f"{place} is stored in another form, and to convert it by {operations} is not supported"
         )
     return is_stacked, rest[0].dim if rest else None
@@ -214,13 +214,13 @@ def _joined(sources: Sequence[Sequence[StoredTensor]], *, shape: Place, dim: int
 def _filling(pieces: list[Piece], *, place: str, shape: Place) -> tuple[Piece, ...]:
     if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
         names = ", ".join(dict.fromkeys(f"{p.stored.name} {p.stored.shape}" for p in pieces[:4]))
-        raise ModelFolderError(f"{place} has shape {shape}, which its parts do not make: {names}")
+        raise StoredTensorsError(f"{place} has shape {shape}, which its parts do not make: {names}")
     return tuple(pieces)
 
 
 def _check_shape(stored: StoredTensor, *, expected: Place) -> None:
     if stored.shape != expected:
-        raise ModelFolderError(
+        raise StoredTensorsError(
             f"tensor {stored.name} in {stored.file} has shape {stored.shape}; the model's "
             f"config.json asks for {expected}"
         )

@@ -94,7 +94,7 @@ class StoredState(Mapping[str, Tensor]):
             without: Names to leave out.
 
         Raises:
-            ModelFolderError: a file is no safetensors file.
+            StoredTensorsError: a file is no safetensors file.
             OSError: a file cannot be read.
         """
         self._pieces: dict[str, list[Piece]] = {}

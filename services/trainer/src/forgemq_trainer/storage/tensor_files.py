@@ -24,7 +24,7 @@ Place: TypeAlias = tuple[int, ...]
 """An index of one value, or a size, for each dimension of a tensor."""
 
 
-class ModelFolderError(SettingsError):
+class StoredTensorsError(SettingsError):
     """The tensors in a folder are not those of its model; says which tensor and the rule."""
 
 
@@ -60,7 +60,7 @@ def tensors_in(file: Path) -> tuple[StoredTensor, ...]:
     """The tensors of one safetensors file, from its header.
 
     Raises:
-        ModelFolderError: it is no safetensors file, or a dtype is unknown.
+        StoredTensorsError: it is no safetensors file, or a dtype is unknown.
         OSError: it cannot be read.
     """
     try:
@@ -69,7 +69,7 @@ def tensors_in(file: Path) -> tuple[StoredTensor, ...]:
             start += opened.read(header_bytes(start) - len(start))
         specs = tensor_specs(start)
     except ValueError as error:
-        raise ModelFolderError(f"{file}: {error}") from error
+        raise StoredTensorsError(f"{file}: {error}") from error
     return tuple(
         StoredTensor(file=file, name=spec.name, dtype=spec.dtype, shape=spec.shape)
         for spec in specs
@@ -80,7 +80,7 @@ def tensors_of_folder(folder: Path) -> dict[str, StoredTensor]:
     """The model's tensors in a folder of Hugging Face format, by name: one file, or an index's.
 
     Raises:
-        ModelFolderError: the folder has no weights, a tensor is in two files, or in none although
+        StoredTensorsError: the folder has no weights, a tensor is in two files, or in none although
             the index names it.
     """
     files = [folder / WEIGHTS_FILE]
@@ -91,16 +91,18 @@ def tensors_of_folder(folder: Path) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for file in files:
         if not file.exists():
-            raise ModelFolderError(f"{folder}: {INDEX_FILE} names {file.name}, which is not there")
+            raise StoredTensorsError(
+                f"{folder}: {INDEX_FILE} names {file.name}, which is not there"
+            )
         for stored in tensors_in(file):
             if (other := found.get(stored.name)) is not None:
-                raise ModelFolderError(
+                raise StoredTensorsError(
                     f"{folder}: tensor {stored.name} is in {other.file.name} and in {file.name}"
                 )
             found[stored.name] = stored
     for name, file_name in named.items():
         if name not in found or found[name].file.name != file_name:
-            raise ModelFolderError(
+            raise StoredTensorsError(
                 f"{folder}: {INDEX_FILE} names tensor {name} in {file_name}, which does not have it"
             )
     return found
@@ -153,7 +155,7 @@ def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> t
 def _named_in_index(file: Path) -> dict[str, str]:
     """The file name of each tensor, as an index has it."""
     if not file.exists():
-        raise ModelFolderError(
+        raise StoredTensorsError(
             f"{file.parent} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; weights in other formats "
             "are not read"
         )
@@ -161,4 +163,4 @@ def _named_in_index(file: Path) -> dict[str, str]:
         named = json.loads(file.read_bytes())["weight_map"]
         return {str(name): str(file_name) for name, file_name in named.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelFolderError(f"{file} is no index of safetensors files: {error!r}") from error
+        raise StoredTensorsError(f"{file} is no index of safetensors files: {error!r}") from error
