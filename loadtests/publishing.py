@@ -194,7 +194,9 @@ def configuration_of(base: Path, *, checkpoint_every_steps: int) -> RunConfigura
         seed=0,
         model=Model(path=str(base), dtype="float32", context_tokens_max=512),
         queues=(Queue(domain="load", task_source="a:b", agent="a:c", groups_per_step=1, slots=2),),
-        trainer=Trainer(steps=_STEPS, checkpoint_every_steps=checkpoint_every_steps),
+        trainer=Trainer(
+            steps=_STEPS, checkpoint_every_steps=checkpoint_every_steps, checkpoint_share_max=1.0
+        ),
         log=LogLayout(group_partitions=1),
     )
 
