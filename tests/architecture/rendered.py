@@ -40,7 +40,7 @@ def rendered(
         pytest.skip("kubectl is not installed")
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "deploy"
-        for part in ("kubernetes", "demo"):
+        for part in ("kubernetes", "demo", "observability"):
             shutil.copytree(ROOT / "deploy" / part, copy / part)
         for each in (copy / "kubernetes/overlays").iterdir():
             for name in ("admin-key", "console-key"):

@@ -5,24 +5,25 @@ import json
 import re
 import shutil
 import subprocess
-import urllib.request
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
 
-from forgemq_telemetry.catalogue import COUNTERS, GAUGES, HISTOGRAMS
 from forgemq_telemetry.exporters import exporter_of
-from forgemq_telemetry.labels import LABELS
 from forgemq_telemetry.ports import OFFSETS, metrics_port
 from forgemq_telemetry.settings import TelemetrySettings
+from tests.architecture.rendered import manifests
 from tests.dashboards import DASHBOARDS, HOW_TO_GET_PROMETHEUS, OBSERVABILITY, ROOT, queries
+from tests.scraped import measure_all, scraped
 
 ALERTS = yaml.safe_load((OBSERVABILITY / "alerts.yml").read_text(encoding="utf-8"))
 RULES = [rule for group in ALERTS["groups"] for rule in group["rules"]]
 ALERT_TESTS = yaml.safe_load((OBSERVABILITY / "alerts.test.yml").read_text(encoding="utf-8"))
+PRODUCTION = ROOT / "deploy/kubernetes/overlays/production"
 RUNBOOK = ROOT / "docs" / "runbook.md"
 EXPRESSIONS = [
     *((f"{each.dashboard}: {each.panel}", each.expression) for each in queries()),
@@ -47,20 +48,10 @@ def exported() -> dict[str, frozenset[str]]:
         TelemetrySettings(exporter="prometheus", port=0), service="merger", resource={}
     )
     assert exporter is not None
-    for name in COUNTERS:
-        exporter.count(name, 1, dict.fromkeys(LABELS.get(name, ()), "x"))
-    for name in GAUGES:
-        exporter.gauge(name, 1, dict.fromkeys(LABELS.get(name, ()), "x"))
-    for name in HISTOGRAMS:
-        exporter.observe(name, 1, dict.fromkeys(LABELS.get(name, ()), "x"))
-    with urllib.request.urlopen(exporter.address, timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
+    measure_all(exporter)
+    found = scraped(exporter.address)
     exporter.close()
-    return {
-        match[1]: frozenset(re.findall(r'([a-z_]+)="', match[2]))
-        for line in lines
-        if (match := SELECTOR.match(line))
-    }
+    return found
 
 
 @cache
@@ -269,3 +260,28 @@ def test_the_collector_takes_what_services_push_and_gives_prometheus_the_labels_
     assert sorted(labels) == ["process", "run"]
     # The exporter's `job` is namespace/name, so the namespace goes.
     assert statements["resource"] == ['delete_key(attributes, "service.namespace")']
+
+
+def test_a_cluster_gets_the_same_alerts_and_dashboards_and_every_label_that_they_need():
+    """The objects of the component, as the production overlay renders them."""
+    objects = {(each["kind"], each["metadata"]["name"]): each for each in manifests(PRODUCTION)}
+    assert objects["PrometheusRule", "forgemq"]["spec"] == ALERTS
+    written = rule_script().rule_text()
+    component = ROOT / "deploy/kubernetes/components/monitoring"
+    assert (component / "alerts.yaml").read_text(encoding="utf-8") == written
+    dashboards = objects["ConfigMap", "forgemq-dashboards"]
+    assert dashboards["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert dashboards["data"] == {p.name: p.read_text(encoding="utf-8") for p in DASHBOARDS}
+    (endpoint,) = objects["PodMonitor", "forgemq"]["spec"]["podMetricsEndpoints"]
+    made = {each.get("targetLabel") for each in endpoint["relabelings"]} - {None}
+    assert made == SCRAPED_LABELS - {"instance"}
+
+
+def rule_script() -> ModuleType:
+    path = ROOT / "deploy/kubernetes/prometheus_rule.py"
+    specification = importlib.util.spec_from_file_location("prometheus_rule", path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module

@@ -18,7 +18,7 @@ CounterName: TypeAlias = Literal[
     "auditor.groups_audited",
     "auditor.trimmed_records",
     "auditor.blobs_deleted",
-    "auditor.blob_bytes_deleted",
+    "auditor.deleted_blob_bytes",
     "auditor.swept_bytes",
     "auditor.checks",
     "inference.finished",
@@ -62,7 +62,7 @@ CounterName: TypeAlias = Literal[
 ]
 GaugeName: TypeAlias = Literal[
     "auditor.blobs_kept",
-    "auditor.blob_bytes_kept",
+    "auditor.kept_blob_bytes",
     "auditor.violations",
     "run.steps_trained",
     "run.success",
@@ -168,7 +168,7 @@ COUNTERS: dict[CounterName, Metric] = {
         "{record}", "Records deleted because no reader needs them, by topic."
     ),
     "auditor.blobs_deleted": Metric("{blob}", "Blobs deleted that no record points at."),
-    "auditor.blob_bytes_deleted": Metric("By", "Size of the blobs deleted."),
+    "auditor.deleted_blob_bytes": Metric("By", "Size of the blobs deleted."),
     "auditor.swept_bytes": Metric(
         "By", "Size of the values that the sweep has looked at, each once, by topic."
     ),
@@ -258,7 +258,7 @@ COUNTERS: dict[CounterName, Metric] = {
 }
 GAUGES: dict[GaugeName, Metric] = {
     "auditor.blobs_kept": Metric("{blob}", "Blobs of the run in its store, at the last sweep."),
-    "auditor.blob_bytes_kept": Metric("By", "Size of those blobs."),
+    "auditor.kept_blob_bytes": Metric("By", "Size of those blobs."),
     "auditor.violations": Metric(
         "{violation}", "Violations that the newest checks found, by guarantee; at most 21 of each."
     ),

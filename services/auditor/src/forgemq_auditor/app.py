@@ -64,10 +64,10 @@ async def keep_swept(context: Context, settings: AuditorSettings) -> None:
         for topic, size_bytes in blob_sweep.take_bytes().items():
             telemetry.count("auditor.swept_bytes", size_bytes, topic=topic)
         telemetry.gauge("auditor.blobs_kept", swept.kept)
-        telemetry.gauge("auditor.blob_bytes_kept", swept.kept_bytes)
+        telemetry.gauge("auditor.kept_blob_bytes", swept.kept_bytes)
         if swept.deleted:
             telemetry.count("auditor.blobs_deleted", swept.deleted)
-            telemetry.count("auditor.blob_bytes_deleted", swept.deleted_bytes)
+            telemetry.count("auditor.deleted_blob_bytes", swept.deleted_bytes)
             telemetry.event(
                 "swept",
                 kept=swept.kept,
