@@ -38,17 +38,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(START_DEADLINE_S + 2 * WORK_
 
 def _failures(
     ranks: Ranks, configuration: RunConfiguration, life: Life
-) -> tuple[tuple[str, str], ...]:
-    """The groups of step 0 that rank 0 leaves out, and why."""
+) -> tuple[tuple[tuple[str, str], ...], int]:
+    """The groups of step 0 that rank 0 leaves out, and why; and the version after the step."""
     if ranks.rank > 0:
         carry_out_commands(ranks, device="cpu")
-        return ()
+        return (), 0
     training = Training(configuration, device="cpu", checkpoint=None, ranks=ranks)
     trees = life.trees(0)
     values = {tree.group_id: topics.encode(tree) for tree in trees}
-    failed = training.read(scheduled_step(0, trees), values).failed
+    step = training.read(scheduled_step(0, trees), values)
+    assert training.train(step).loss_tokens == 0
     training.end()
-    return failed
+    return step.failed, training.version
 
 
 def _refusal(ranks: Ranks, configuration: RunConfiguration, life: Life) -> str:
@@ -63,10 +64,13 @@ def _refusal(ranks: Ranks, configuration: RunConfiguration, life: Life) -> str:
     return ""
 
 
-def test_trees_whose_keys_no_rank_has_room_for_fail_their_groups(
+def test_trees_whose_keys_no_rank_has_room_for_fail_their_groups_and_the_step_goes_on(
     tmp_path: Path, rank_pair: RankPair
 ) -> None:
-    """One rank trains within the budget, by offloading; several hold a whole tree's keys each."""
+    """One rank trains within the budget, by offloading; several hold a whole tree's keys each.
+
+    All groups of the step fail, which leaves it without any.
+    """
     life = Life(tmp_path, (0,), rollouts=12)
     save_base(life.folder / "base")
     alone = life.configuration(world_size=1)
@@ -82,7 +86,10 @@ def test_trees_whose_keys_no_rank_has_room_for_fail_their_groups(
     small = msgspec.structs.replace(alone, trainer=trainer, model=model)
     assert train(Training(small, device="cpu", checkpoint=None), life, 0).loss_tokens > 0
     trainer = msgspec.structs.replace(trainer, world_size=2)
-    failed, _ = rank_pair.run(_failures, msgspec.structs.replace(small, trainer=trainer), life)
+    (failed, version), _ = rank_pair.run(
+        _failures, msgspec.structs.replace(small, trainer=trainer), life
+    )
+    assert version == 1
     assert [group for group, _ in failed] == ["g-0-0", "g-0-1", "g-0-2"]
     assert all("trainer.memory_budget_bytes is" in reason for _, reason in failed)
     assert all("keys and values of a whole tree" in reason for _, reason in failed)

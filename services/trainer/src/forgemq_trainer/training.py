@@ -208,10 +208,9 @@ class Training:
             raise ValueError(
                 f"version {self.version} trains step {self.version}, got {step.scheduled.step}"
             )
-        scheduled = msgspec.structs.replace(step.scheduled, groups=step.groups)
         values = {group.group_id: step.values[group.group_id] for group in step.groups}
-        # The other ranks get only the groups that train here: some may have failed.
-        self._ranks.announce(commands.ComputeGradients(scheduled=scheduled, values=values))
+        # The other ranks get only the trees that train here: some groups may have failed, or all.
+        self._ranks.announce(commands.ComputeGradients(scheduled=step.scheduled, values=values))
         updates = StepUpdates(
             self._model,
             self._configuration,

@@ -26,8 +26,8 @@ class ComputeGradients(Struct, frozen=True, kw_only=True, tag=True):
     """Run this step's forward and backward.
 
     Attributes:
-        scheduled: With the groups that rank 0 could read.
-        values: Wire bytes of the trees by group id.
+        scheduled: As rank 0 got it.
+        values: Wire bytes of the trees that rank 0 could read, by group id; other groups fail.
     """
 
     scheduled: ScheduledStep
