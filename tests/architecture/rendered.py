@@ -15,7 +15,12 @@ ROOT = Path(__file__).parents[2]
 SERVICES = sorted(path.name for path in (ROOT / "services").iterdir() if path.is_dir())
 BASE = ROOT / "deploy/kubernetes/base"
 OVERLAYS = sorted((ROOT / "deploy/kubernetes/overlays").iterdir())
-FIELDS = {"metadata.labels['apps.kubernetes.io/pod-index']": "0", "status.podIP": "10.0.0.7"}
+FIELDS = {
+    "metadata.labels['apps.kubernetes.io/pod-index']": "0",
+    "metadata.labels['controller-revision-hash']": "trainer-5f7d9c",
+    "metadata.name": "trainer-0",
+    "status.podIP": "10.0.0.7",
+}
 KEY = "0123456789abcdef0123456789abcdef"
 """Put where git ignores the one that somebody makes by hand."""
 

@@ -51,6 +51,7 @@ SETTINGS = {
     "FORGEMQ_TRANSFORM_": ("forgemq_shell.transform_settings", "TransformSettings"),
     "FORGEMQ_SERVICE_": ("forgemq_shell.service", "ServiceSettings"),
     "FORGEMQ_KAFKA_": ("forgemq_shell.connection", "KafkaSettings"),
+    "FORGEMQ_NODES_": ("forgemq_trainer.ranks.nodes", "NodesSettings"),
     **{
         f"FORGEMQ_{path.name.upper()}_": (
             f"forgemq_{path.name}.settings",

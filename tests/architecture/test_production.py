@@ -236,7 +236,7 @@ def test_engine_gloo_and_broker_are_closed_to_all_but_their_users():
     every = {*SERVICES, "run"} - {"launcher"}
     assert {name for name in every if reaches(name, "inference", 30000)} == set()
     assert {name for name in every if reaches(name, "inference", 40000)} == {"inference", "trainer"}
-    assert {name for name in every if reaches(name, "trainer", 40000)} == {"inference"}
+    assert {name for name in every if reaches(name, "trainer", 40000)} == {"inference", "trainer"}
     assert {name for name in every if reaches(name, "gateway", 8000)} == {
         *("agents", "gateway", "reward")
     }

@@ -7,24 +7,11 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import msgspec
-import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from forgemq_bus.blobs import BlobStore
-from forgemq_bus.kafka import KafkaConnection, KafkaLog
-from forgemq_bus.log import Emit
-from forgemq_contracts import topics
-from forgemq_contracts.run import StartedRun
-from tests.unit.trainer.bench import Bench, create_topics, memory_bench
-from tests.unit.trainer.scene import (
-    agent_samples,
-    configuration_of,
-    merge,
-    save_base,
-    scheduled_step,
-)
+from tests.integration.ranks_bench import announced_bench, work
+from tests.unit.trainer.bench import Bench, memory_bench
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 ALONE = ("forgemq_trainer",)
@@ -67,44 +54,17 @@ async def _life(bench: Bench, bootstrap: str, *, until: int) -> None:
 
 
 @pytest.fixture
-async def run_log(
+async def bench(
     kafka_bootstrap: str, new_run_id: Callable[[], str], tmp_path: Path
-) -> AsyncIterator[tuple[str, KafkaLog]]:
-    """A new run's id, and its log on the broker."""
-    run = new_run_id()
-    log = KafkaLog(
-        KafkaConnection(bootstrap=kafka_bootstrap),
-        run=run,
-        blobs=BlobStore(str(tmp_path / "blobs"), run=run),
-    )
-    yield run, log
-    await log.close()
+) -> AsyncIterator[Bench]:
+    async with announced_bench(new_run_id(), kafka_bootstrap, tmp_path, world_size=2) as opened:
+        yield opened
 
 
 async def test_two_ranks_train_what_one_does_and_continue_after_a_restart(
-    run_log: tuple[str, KafkaLog], kafka_bootstrap: str, tmp_path: Path
+    bench: Bench, kafka_bootstrap: str, tmp_path: Path
 ) -> None:
-    run, kafka_log = run_log
-    await create_topics(kafka_log)
-    await kafka_log.create_topics({topics.STARTED_RUNS.name: 1})
-    base = save_base(tmp_path / "base")
-    configuration = msgspec.structs.replace(configuration_of(base, world_size=2), run=run)
-    bench = Bench(kafka_log, lambda: kafka_log, configuration, tmp_path / "trainer")
-    started = StartedRun(
-        run=run, configuration=configuration, blobs=str(tmp_path / "blobs"), started_ms=0
-    )
-    writer = await kafka_log.writer()
-    await writer.write(
-        Emit(
-            topic=topics.STARTED_RUNS.name,
-            partition=0,
-            key=run.encode(),
-            value=topics.encode(started),
-        )
-    )
-    generator = np.random.default_rng(0)
-    trees = [merge(agent_samples(generator), f"g-{number}") for number in range(6)]
-    steps = [scheduled_step(k, trees[2 * k : 2 * k + 2], is_last=k == 2) for k in range(3)]
+    trees, steps = work(3)
     await bench.put_trees(trees)
     await bench.put_steps(steps[:2])
     await _life(bench, kafka_bootstrap, until=1)

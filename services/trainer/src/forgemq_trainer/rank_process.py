@@ -7,9 +7,16 @@ from collections.abc import Mapping
 import torch
 
 from forgemq_settings.environment import SettingsError, parse
-from forgemq_shell.service import EXIT_FAILED, EXIT_OK, EXIT_REFUSED, run_service
+from forgemq_shell.service import (
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_REFUSED,
+    ServiceSettings,
+    run_service,
+)
 from forgemq_telemetry.telemetry import Telemetry
 from forgemq_trainer.app import main
+from forgemq_trainer.ranks.alive import touching
 from forgemq_trainer.ranks.command_loop import carry_out_commands
 from forgemq_trainer.ranks.lifeline import end_with_torchrun
 from forgemq_trainer.ranks.ranks import (
@@ -53,6 +60,10 @@ def _run_of_several(launch: RankLaunch, environ: Mapping[str, str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     Telemetry(service="trainer").event("following", rank=launch.rank, world_size=launch.world_size)
-    carry_out_commands(ranks, device=device)
+    # On the machine of rank 0 the service touches the file, and else the first rank does.
+    is_first_here = launch.rank >= launch.local_world_size and launch.local_rank == 0
+    service = parse(ServiceSettings, prefix="FORGEMQ_SERVICE_", environ=environ)
+    with touching(service.alive_file if is_first_here else ""):
+        carry_out_commands(ranks, device=device)
     ranks.close()
     return EXIT_OK
