@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.integration.ranks_bench import announced_bench, work
 from tests.unit.trainer.bench import Bench, memory_bench
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(480)]
 ALONE = ("forgemq_trainer",)
 TWO_RANKS = ("forgemq_trainer.ranks.torchrun", "2")
 
@@ -47,7 +47,7 @@ async def _life(bench: Bench, bootstrap: str, *, until: int) -> None:
             pytest.fail(f"the ranks ended:\n{output.result()[0].decode()}")
         await asyncio.sleep(0.3)
     process.send_signal(signal.SIGTERM)
-    text = (await asyncio.wait_for(output, 60))[0].decode()
+    text = (await asyncio.wait_for(output, 100))[0].decode()
     assert '"following"' in text, text
     assert text.count('"ended"') == 1, text
     assert process.returncode == 0, text
@@ -99,6 +99,6 @@ async def test_two_ranks_train_what_one_does_and_continue_after_a_restart(
 
 async def _refusal(process: asyncio.subprocess.Process) -> str:
     """Wait for a trainer that refuses its settings; returns its error."""
-    text = (await asyncio.wait_for(process.communicate(), 60))[0].decode()
+    text = (await asyncio.wait_for(process.communicate(), 150))[0].decode()
     assert process.returncode == 2, text
     return text
