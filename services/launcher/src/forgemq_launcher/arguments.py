@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     resolve.add_argument("overrides", nargs="*", metavar="key=value")
     resolve.add_argument("--to", type=Path, required=True, metavar="JSON", help="file to write")
     _add_eval(commands)
+    _add_plan(commands)
     head = commands.add_parser(
         "new-head",
         help="write a random draft head for a model, for [speculation] in a run's file",
@@ -85,6 +86,67 @@ def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     judged.add_argument("--domain", required=True, help="a domain of the file")
     judged.add_argument("--samples", type=_samples, required=True, metavar="K", help="1 to 4096")
+
+
+def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="say whether a run fits machines, why not, and how long a step takes; start nothing",
+        description="Needs the model's config.json and neither its weights nor a GPU. Exit status: "
+        "0 it fits, 1 it does not, 2 refused.",
+    )
+    plan.add_argument("file", type=Path, help="run configuration, TOML")
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.world_size=6")
+    plan.add_argument(
+        "--gpu", required=True, metavar="NAME", help="h100, h200, b200; cpu: machines without one"
+    )
+    plan.add_argument("--gpus", type=_count, default=8, metavar="N", help="of a node; default: 8")
+    plan.add_argument("--nodes", type=_count, default=1, metavar="N", help="default: 1")
+    plan.add_argument("--host-memory", type=_positive, metavar="GB", help="of a node")
+    plan.add_argument("--disk", type=_positive, metavar="GB", help="of a node")
+    plan.add_argument(
+        "--episode",
+        default="",
+        metavar="turns=N,prompt=N,sampled=N,observed=N",
+        help="a usual episode, in tokens; default: one turn that fills the context",
+    )
+    plan.add_argument(
+        "--utilisation", type=_share, default=0.4, metavar="SHARE", help="of peak FLOP/s; 0.4"
+    )
+    plan.add_argument(
+        "--bandwidth-share", type=_share, default=0.7, metavar="SHARE", help="of bandwidths; 0.7"
+    )
+    plan.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="config.json of the model; default: that of model.path, else the one beside FILE",
+    )
+    plan.add_argument("--json", action="store_true", help="print all numbers as JSON")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= SAMPLES_MAX:
+        raise argparse.ArgumentTypeError(f"must be 1 to {SAMPLES_MAX}, got {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    return _number(text, upto=1e9)
+
+
+def _share(text: str) -> float:
+    return _number(text, upto=1.0)
+
+
+def _number(text: str, *, upto: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= upto:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most {upto:g}, got {text!r}")
+    return value
 
 
 def _samples(text: str) -> int:

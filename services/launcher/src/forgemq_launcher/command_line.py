@@ -26,7 +26,13 @@ from forgemq_launcher.asked_run import (
     names_run,
     resolved,
 )
-from forgemq_launcher.core.configuration import ConfigurationError, judging, name_of, next_run
+from forgemq_launcher.core.configuration import (
+    ConfigurationError,
+    judging,
+    name_of,
+    names_budget,
+    next_run,
+)
 from forgemq_launcher.placement import DEVICE, device_of
 from forgemq_launcher.run_folder import RunFolder, RunFolderError, names_taken, run_folders
 from forgemq_launcher.settings import LauncherSettings
@@ -91,10 +97,8 @@ def _command(
             return start(options, settings=settings, environ=environ, console=console)
         case "create":
             return _create(options, environ=environ, console=console)
-        case "resolve":
-            return _resolve(options, environ=environ)
-        case "new-head":
-            return _new_head(options, console=console)
+        case "resolve" | "plan" | "new-head":
+            return _without_run(options, environ=environ, console=console)
         case "runs":
             return asyncio.run(list_runs(run_folders(runs), environ, console))
         case "replay":
@@ -107,6 +111,30 @@ def _command(
             return _lanes(options, settings=settings, environ=environ, console=console)
         case _:
             return _look(options, environ=environ, console=console, runs=runs)
+
+
+def _without_run(
+    options: argparse.Namespace, *, environ: Mapping[str, str], console: Console
+) -> int:
+    """Run a command that makes no run and looks at none."""
+    match options.command:
+        case "resolve":
+            return _resolve(options, environ=environ)
+        case "plan":
+            return _plan(options, environ=environ, console=console)
+        case _:
+            return _new_head(options, console=console)
+
+
+def _plan(options: argparse.Namespace, *, environ: Mapping[str, str], console: Console) -> int:
+    """Plan a run; its model, tasks and code may lie on other machines and are not looked at."""
+    from forgemq_launcher.commands.planning import plan_run
+
+    values = document_of(options)
+    made = configured(values, options, run=name_of(values, default="planned"))
+    return plan_run(
+        options, made, is_budget_named=names_budget(values), environ=environ, console=console
+    )
 
 
 def _new_head(options: argparse.Namespace, *, console: Console) -> int:

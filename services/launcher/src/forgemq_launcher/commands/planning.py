@@ -1,0 +1,144 @@
+"""`forgemq plan`: whether a run fits its machines and about how long a step takes; starts nothing.
+
+What the trainer would do is asked of the trainer itself, in a process of its own.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.trainer_plan import PlanAnswer, PlanQuestion
+from forgemq_launcher import exit_status
+from forgemq_launcher.core.configuration import ConfigurationError
+from forgemq_launcher.display.plan_lines import plan_lines
+from forgemq_launcher.plan.episodes import EpisodesError
+from forgemq_launcher.plan.findings import notes, reasons
+from forgemq_launcher.plan.machines import Machines, MachinesError, gpu_named
+from forgemq_launcher.plan.report import PlanReport
+from forgemq_launcher.plan.run_plan import Ask, PlanError, PlannedRun, plan_of
+
+
+def plan_run(
+    options: argparse.Namespace,
+    configuration: RunConfiguration,
+    *,
+    is_budget_named: bool,
+    environ: Mapping[str, str],
+    console: Console,
+) -> int:
+    """Print the plan; returns the exit status: OK if the run fits, FAILED if not.
+
+    Raises:
+        ConfigurationError: an option or the model's config.json cannot be used.
+    """
+    config = config_file(options, configuration)
+    try:
+        run = PlannedRun(
+            configuration=configuration,
+            config=config.read_bytes(),
+            machines=machines_of(options),
+            is_budget_named=is_budget_named,
+            episode=options.episode,
+        )
+        with _trainer(environ) as ask:
+            plan = plan_of(run, ask)
+    except (MachinesError, EpisodesError) as error:
+        raise ConfigurationError(str(error)) from error
+    except PlanError as error:
+        raise ConfigurationError(f"{config}: {error}") from error
+    found = reasons(run, plan)
+    report = PlanReport(
+        fits=not found,
+        reasons=found,
+        notes=notes(run, plan),
+        machines=run.machines,
+        config=str(config),
+        plan=plan,
+    )
+    if options.json:
+        text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode()
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    else:
+        for line in plan_lines(report):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return exit_status.OK if report.fits else exit_status.FAILED
+
+
+def config_file(options: argparse.Namespace, configuration: RunConfiguration) -> Path:
+    """The model's config.json: as named, of model.path, or beside the run's file.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    places: list[Path] = (
+        [options.config]
+        if options.config
+        else [Path(configuration.model.path) / "config.json", options.file.parent / "config.json"]
+    )
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        named = "--config" if options.config else "model.path"
+        listed = " and no ".join(map(str, places))
+        raise ConfigurationError(
+            f"{named}: there is no {listed}; --config names the config.json of the model"
+        )
+    return found
+
+
+def machines_of(options: argparse.Namespace) -> Machines:
+    """The machines that the arguments name.
+
+    Raises:
+        MachinesError: the table has no such GPU, or a CPU lacks the size of its memory.
+    """
+    gpu = gpu_named(options.gpu)
+    if gpu is None and options.host_memory is None:
+        raise MachinesError("--host-memory: must be given with --gpu cpu, in GB")
+    host_bytes = gpu.host_bytes if gpu is not None else 0
+    disk_bytes = gpu.disk_bytes if gpu is not None else 0
+    return Machines(
+        gpu=options.gpu,
+        gpus=options.gpus if gpu is not None else 0,
+        nodes=options.nodes,
+        host_bytes=host_bytes if options.host_memory is None else int(options.host_memory * 1e9),
+        disk_bytes=disk_bytes if options.disk is None else int(options.disk * 1e9),
+        utilisation=options.utilisation,
+        bandwidth_share=options.bandwidth_share,
+    )
+
+
+@contextmanager
+def _trainer(environ: Mapping[str, str]) -> Iterator[Ask]:
+    """A process of the trainer that answers questions."""
+    command = [sys.executable, "-m", "forgemq_trainer.plan"]
+    hidden = {**environ, "CUDA_VISIBLE_DEVICES": ""}  # Its answers must not depend on this machine.
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=hidden
+        ) as process,
+    ):
+        questions, answers = process.stdin, process.stdout
+        assert questions is not None
+        assert answers is not None
+        decoder: msgspec.json.Decoder[PlanAnswer] = msgspec.json.Decoder(PlanAnswer)
+
+        def ask(question: PlanQuestion) -> PlanAnswer:
+            with suppress(BrokenPipeError):  # Its last words follow.
+                questions.write(msgspec.json.encode(question) + b"\n")
+                questions.flush()
+            if line := answers.readline():
+                return decoder.decode(line)
+            errors.seek(0)
+            last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+            raise PlanError(f"the trainer's planner ended: {last or 'without a word'}")
+
+        yield ask

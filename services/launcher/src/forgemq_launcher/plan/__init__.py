@@ -1,0 +1,1 @@
+"""What a run needs of the machines it is planned for; arithmetic without I/O."""

@@ -1,0 +1,172 @@
+"""Why a planned run does not fit its machines, and what else a reader of the plan should know."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from forgemq_contracts.lane_engines import shapes_of
+from forgemq_launcher.core.engine_spread import ModelSizes, check_spread
+from forgemq_launcher.placement import gpus_of_engines
+from forgemq_launcher.plan.run_plan import PlannedRun, RunPlan
+
+
+def reasons(run: PlannedRun, plan: RunPlan) -> tuple[str, ...]:
+    """What does not fit, each with both numbers; () if the run fits."""
+    return (
+        *_model_reasons(plan),
+        *_placement_reasons(run),
+        *_trainer_reasons(plan),
+        *_group_reasons(plan),
+        *_engine_reasons(run, plan),
+        *_host_reasons(run, plan),
+    )
+
+
+def _model_reasons(plan: RunPlan) -> Iterator[str]:
+    if plan.step.refusal:
+        yield f"the trainer refuses it: {plan.step.refusal}"
+
+
+def _placement_reasons(run: PlannedRun) -> Iterator[str]:
+    machines, configuration = run.machines, run.configuration
+    if machines.device is None:
+        return
+    engines, ranks = gpus_of_engines(configuration), configuration.trainer.world_size
+    total = machines.gpus * machines.nodes
+    if engines + ranks > total:
+        yield (
+            f"engines and ranks want {engines} + {ranks} GPUs, the machines have {total}: "
+            "log.lanes, lanes.tensor_parallel, trainer.world_size"
+        )
+    for lane in configuration.lanes:
+        for shape in shapes_of(lane):
+            if shape.tensor_parallel > machines.gpus:
+                yield (
+                    f"an engine is on one machine: lanes.tensor_parallel is "
+                    f"{shape.tensor_parallel}, a node has {machines.gpus} GPUs"
+                )
+
+
+def _trainer_reasons(plan: RunPlan) -> Iterator[str]:
+    memory, step = plan.trainer, plan.step
+    held = memory.state_bytes + memory.reference_bytes
+    room = memory.device_bytes - memory.spare_bytes
+    if not memory.budget_bytes:
+        yield (
+            f"weights, gradients and moments take {size(held)} of each of {memory.ranks} ranks, "
+            f"and there are {size(room)}: more ranks (trainer.world_size), or GPUs with more memory"
+        )
+        return
+    if memory.reference_bytes and held + memory.budget_bytes > room:
+        yield (
+            f"with the reference of loss.reference_weight a rank holds {size(held)} beside its "
+            f"budget of {size(memory.budget_bytes)}, and there are {size(room)}"
+        )
+    elif memory.is_budget_named and held + memory.budget_bytes > room:
+        yield (
+            f"trainer.memory_budget_bytes is {size(memory.budget_bytes)} beside {size(held)} of "
+            f"weights, gradients and moments, and there are {size(room)}"
+        )
+    if memory.device != "cpu" and memory.gathered_bytes > memory.spare_bytes:
+        yield (
+            f"a rank gathers {size(memory.gathered_bytes)} of layers at once, outside the budget, "
+            f"which leaves {size(memory.spare_bytes)} for that"
+        )
+    if step.least_budget_bytes > memory.budget_bytes:
+        yield (
+            f"an episode that fills model.context_tokens_max needs a budget of "
+            f"{size(step.least_budget_bytes)}, a rank has {size(memory.budget_bytes)}"
+        )
+
+
+def _group_reasons(plan: RunPlan) -> Iterator[str]:
+    if plan.step.refused_step:
+        yield f"a usual group has no plan: {plan.step.refused_step}"
+    for group in plan.step.largest:
+        if group.refusal:
+            yield f"a group of {group.tokens:,} tokens has no plan: {group.refusal}"
+
+
+def _engine_reasons(run: PlannedRun, plan: RunPlan) -> Iterator[str]:
+    context = run.configuration.model.context_tokens_max
+    for engine in plan.engines:
+        if engine.cached_tokens < context:
+            yield (
+                f"an engine of {engine.gpus} GPUs has room for {engine.cached_tokens:,} tokens of "
+                f"K/V beside {size(engine.weight_bytes)} of weights on each, and an episode may "
+                f"have {context:,}: lanes.tensor_parallel, model.engine_quantization"
+            )
+    sizes = msgspec.json.decode(run.config, type=ModelSizes)
+    has_blocks = run.configuration.model.engine_quantization == "fp8_blocks"
+    for lane in run.configuration.lanes:
+        for shape in shapes_of(lane):
+            try:
+                check_spread(shape, sizes, has_blocks=has_blocks)
+            except ValueError as error:
+                yield str(error)
+
+
+def _host_reasons(run: PlannedRun, plan: RunPlan) -> Iterator[str]:
+    host, machines = plan.host, run.machines
+    if host.loading_bytes + host.services_bytes > machines.host_bytes:
+        yield (
+            f"{host.ranks} ranks of a node load {size(host.loading_bytes)} into its memory, beside "
+            f"{size(host.services_bytes)} of services; it has {size(machines.host_bytes)}"
+        )
+    if host.saving_bytes + host.services_bytes > machines.host_bytes:
+        yield (
+            f"the first rank holds {size(host.saving_bytes)} in memory for a checkpoint, beside "
+            f"{size(host.services_bytes)} of services; the node has {size(machines.host_bytes)}"
+        )
+    if machines.disk_bytes and host.disk_bytes > machines.disk_bytes:
+        yield (
+            f"weights and checkpoints take {size(host.disk_bytes)} of disk "
+            f"(trainer.checkpoints_kept is {run.configuration.trainer.checkpoints_kept}), and "
+            f"there are {size(machines.disk_bytes)}"
+        )
+
+
+def notes(run: PlannedRun, plan: RunPlan) -> tuple[str, ...]:
+    """What the numbers do not say, in sentences."""
+    return tuple(_notes(run, plan))
+
+
+def _notes(run: PlannedRun, plan: RunPlan) -> Iterator[str]:
+    machines, configuration = run.machines, run.configuration
+    ranks, engines = configuration.trainer.world_size, gpus_of_engines(configuration)
+    if not run.episode:
+        yield (
+            "no --episode was stated, so the step has episodes of one turn that fill the context"
+        )
+    if machines.device is None:
+        yield "there is no GPU, so engines and seconds are not planned"
+    elif ranks > machines.gpus:
+        yield (
+            f"{ranks} ranks are more than a node's {machines.gpus} GPUs: `forgemq run` and the "
+            "manifests of deploy/kubernetes start ranks on one machine; on several each has to be "
+            "started with `python -m torch.distributed.run ... -m forgemq_trainer`"
+        )
+    elif engines + ranks > machines.gpus:
+        yield (
+            "the run needs several nodes: `forgemq run` starts all on one machine, and the "
+            "manifests of deploy/kubernetes start a trainer of one rank"
+        )
+    limit = configuration.trainer.tree_tokens_max
+    if limit is None and ranks > 1:
+        yield "trainer.tree_tokens_max is not given: forks can make groups larger than planned"
+    if configuration.speculation is not None:
+        yield "what guesses tokens ahead ([speculation]) is not counted"
+    if plan.seconds is not None:
+        asked = configuration.episodes.concurrent_max // configuration.log.lanes
+        if plan.seconds.decode_batch < asked:
+            yield (
+                f"episodes.concurrent_max asks for {asked} episodes of each lane, and the K/V of "
+                f"{plan.seconds.decode_batch} fit"
+            )
+
+
+def size(size_bytes: int) -> str:
+    """Bytes for people: in gigabytes, below one in megabytes."""
+    if size_bytes < 10**9:
+        return f"{size_bytes / 1e6:,.1f} MB"
+    return f"{size_bytes / 1e9:,.1f} GB"

@@ -1,0 +1,96 @@
+"""What a run takes of its machines besides GPUs: memory and disks of the trainer's node."""
+
+from msgspec import Struct
+
+from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.trainer_plan import PlannedModel
+from forgemq_launcher.core.trainer_place import STATE_BYTES
+from forgemq_launcher.plan.engine_memory import FP8_BLOCK_BYTES
+
+WEIGHTS_KEPT_MIN = 4
+"""Versions of which the trainer keeps a durable copy, if `checkpoints_kept` is not more."""
+VALUE_BYTES = {"float32": 4, "bfloat16": 2}
+WIDE_BYTES = 4
+"""Of a parameter as the ranks read it; of a master, of a gradient and of a moment."""
+SERVICES_BYTES = 7_000_000_000
+"""Of the broker, the services and an engine's own processes: what `forgemq run` asks a machine to
+have free (FORGEMQ_LAUNCHER_MEMORY_MIN_BYTES)."""
+
+
+class HostMemory(Struct, frozen=True, kw_only=True):
+    """Of the node with the trainer's first rank.
+
+    Attributes:
+        ranks: Of the trainer on this node.
+        loading_bytes: Memory while the ranks load the model.
+        saving_bytes: Memory while the first rank writes a checkpoint.
+        services_bytes: Memory of everything besides trainer and GPUs.
+        weights_bytes: One published version, on a disk.
+        checkpoint_bytes: One checkpoint with the optimizer's state, on a disk.
+        disk_bytes: All versions and checkpoints that are kept, and one of each that is written.
+        log_bytes: Of the log over the whole run, on the broker's disk; blobs of open groups apart.
+    """
+
+    ranks: int
+    loading_bytes: int
+    saving_bytes: int
+    services_bytes: int
+    weights_bytes: int
+    checkpoint_bytes: int
+    disk_bytes: int
+    log_bytes: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """The most at once: loading is over before the first checkpoint."""
+        return self.services_bytes + max(self.loading_bytes, self.saving_bytes)
+
+
+def host_memory(
+    configuration: RunConfiguration,
+    model: PlannedModel,
+    *,
+    ranks: int,
+    has_gpu: bool,
+    kept_bytes: int,
+) -> HostMemory:
+    """What the node of the first rank needs.
+
+    Args:
+        configuration: Of the run.
+        model: Its sizes.
+        ranks: Of the trainer on that node.
+        has_gpu: The ranks compute on GPUs; else their state is in this memory too.
+        kept_bytes: That a step leaves on the log.
+    """
+    trainer, dtype = configuration.trainer, configuration.model.dtype
+    value_bytes = VALUE_BYTES[dtype]
+    parameters = model.parameters
+    weights = published_bytes(configuration, model)
+    # AdamW's two moments, and masters if the model is narrower than they are.
+    optimizer = parameters * (2 * WIDE_BYTES + (WIDE_BYTES if value_bytes < WIDE_BYTES else 0))
+    own = 0 if has_gpu else STATE_BYTES[dtype] * parameters * ranks // trainer.world_size
+    budget = 0 if has_gpu else trainer.memory_budget_bytes * ranks
+    # Each of several ranks loads the whole model in float32, and keeps its part.
+    whole = WIDE_BYTES if trainer.world_size > 1 else value_bytes
+    kept = max(WEIGHTS_KEPT_MIN, trainer.checkpoints_kept)
+    checkpoint = parameters * value_bytes + optimizer
+    return HostMemory(
+        ranks=ranks,
+        loading_bytes=parameters * whole * ranks + own,
+        saving_bytes=checkpoint + own + budget,
+        services_bytes=SERVICES_BYTES,
+        weights_bytes=weights,
+        checkpoint_bytes=checkpoint,
+        disk_bytes=(kept + 1) * weights + (trainer.checkpoints_kept + 1) * checkpoint,
+        log_bytes=kept_bytes * trainer.steps,
+    )
+
+
+def published_bytes(configuration: RunConfiguration, model: PlannedModel) -> int:
+    """Bytes of one version of the weights as engines load them."""
+    value_bytes = VALUE_BYTES[configuration.model.dtype]
+    if configuration.model.engine_quantization == "none":
+        return model.parameters * value_bytes
+    projections = model.attention + model.mlp + model.experts
+    return int(projections * FP8_BLOCK_BYTES + (model.parameters - projections) * value_bytes)

@@ -1,0 +1,90 @@
+"""Memory of the trainer's ranks: what the model's state takes, and what it leaves for a step."""
+
+from msgspec import Struct
+
+from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.trainer_plan import PlannedModel
+from forgemq_launcher.core.trainer_place import (
+    GPU_SHARE,
+    STATE_BYTES,
+    Memory,
+    memory_budget_bytes,
+)
+from forgemq_launcher.plan.host_memory import VALUE_BYTES, WIDE_BYTES
+from forgemq_launcher.plan.machines import Machines
+
+GATHERED_LAYERS = 2
+"""That a rank holds whole at once: the one that runs, and the next, which is gathered beside it."""
+
+
+class TrainerMemory(Struct, frozen=True, kw_only=True):
+    """Of one rank.
+
+    Attributes:
+        ranks: Of the trainer.
+        device: That they compute on.
+        device_bytes: Of that device; on a CPU the node's memory, which all ranks share.
+        state_bytes: Weights, masters, gradients and moments: its part of them.
+        reference_bytes: The model of `loss.reference_weight`, which each rank holds whole.
+        gathered_bytes: Layers and embedding that it gathers; outside the budget.
+        spare_bytes: That the budget leaves for these and for the driver.
+        budget_bytes: For activations, keys, values and their gradients.
+        is_budget_named: The run's file says the budget; else it is what `forgemq run` finds.
+    """
+
+    ranks: int
+    device: str
+    device_bytes: int
+    state_bytes: int
+    reference_bytes: int
+    gathered_bytes: int
+    spare_bytes: int
+    budget_bytes: int
+    is_budget_named: bool
+
+
+def trainer_memory(
+    configuration: RunConfiguration,
+    model: PlannedModel,
+    machines: Machines,
+    *,
+    is_budget_named: bool,
+) -> TrainerMemory:
+    """What a rank holds on these machines.
+
+    Args:
+        configuration: As the file has it; its budget counts only if the file names one.
+        model: Its sizes.
+        machines: That the run is planned for.
+        is_budget_named: The file names the budget.
+    """
+    trainer, dtype = configuration.trainer, configuration.model.dtype
+    gpu = machines.device
+    free_bytes = machines.host_bytes if gpu is None else gpu.memory_bytes
+    found = memory_budget_bytes(
+        Memory(free_bytes=free_bytes, parameters=model.parameters),
+        device="cpu" if gpu is None else "cuda",
+        ranks=trainer.world_size,
+        dtype=dtype,
+        usual_bytes=trainer.memory_budget_bytes,
+    )
+    has_reference = configuration.loss.reference_weight > 0
+    return TrainerMemory(
+        ranks=trainer.world_size,
+        device=machines.gpu,
+        device_bytes=free_bytes,
+        state_bytes=STATE_BYTES[dtype] * model.parameters // trainer.world_size,
+        reference_bytes=model.parameters * VALUE_BYTES[dtype] if has_reference else 0,
+        gathered_bytes=_gathered_bytes(model, dtype) if trainer.world_size > 1 else 0,
+        spare_bytes=0 if gpu is None else free_bytes - int(GPU_SHARE * free_bytes),
+        budget_bytes=trainer.memory_budget_bytes if is_budget_named else found,
+        is_budget_named=is_budget_named,
+    )
+
+
+def _gathered_bytes(model: PlannedModel, dtype: str) -> int:
+    """Most bytes of whole parameters and gradients that a rank holds beside its part."""
+    value_bytes = VALUE_BYTES[dtype]
+    layers = GATHERED_LAYERS * model.layer_max * value_bytes
+    gradients = model.layer_max * (value_bytes + WIDE_BYTES)
+    return layers + gradients + model.embedding * value_bytes

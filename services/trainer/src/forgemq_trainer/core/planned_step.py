@@ -1,0 +1,141 @@
+"""What a step over some trees costs by the plan that trains them: passes, FLOPs, bytes.
+
+A pure function of the trees, the model's shape and the ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from forgemq_contracts.trainer_plan import PlannedGroup, PlannedStep
+from forgemq_trainer.core.assignment import OwnRound, Round, SharedRound, plan_rounds
+from forgemq_trainer.core.flops import Flops, flops_of_tree
+from forgemq_trainer.core.memory import Microbatch, ModelShape, plan_step
+from forgemq_trainer.core.tree import Forest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The trainer's processes.
+
+    Attributes:
+        world_size: How many.
+        budget_bytes: Of each, for activations, keys, values and their gradients.
+        head_chunk: Rows of logits in memory at once.
+    """
+
+    world_size: int
+    budget_bytes: int
+    head_chunk: int
+
+
+def planned_group(forest: Forest, *, shape: ModelShape, ranks: Ranks) -> PlannedGroup:
+    """How a group trains alone; without a plan it says why there is none."""
+    tokens = forest.token_count
+    try:
+        (planned,) = _rounds([forest], shape=shape, ranks=ranks)
+    except ValueError as error:
+        return PlannedGroup(tokens=tokens, way="none", refusal=str(error))
+    if isinstance(planned, SharedRound):
+        return PlannedGroup(
+            tokens=tokens,
+            way="shared",
+            blocks=len(planned.blocks),
+            block_tokens=max(block[-1][1] - block[0][0] for block in planned.blocks),
+        )
+    (batch,) = [each for each in planned.microbatch_of_rank if each is not None]
+    return PlannedGroup(
+        tokens=tokens,
+        way="whole" if len(batch.blocks) == 1 else "blocks",
+        blocks=len(batch.blocks),
+        block_tokens=max(end - start for start, end in batch.blocks),
+        is_offloaded=batch.is_offloaded,
+        stored_bytes=tokens * shape.key_bytes_per_token if batch.is_offloaded else 0,
+        predicted_bytes=batch.predicted_bytes,
+    )
+
+
+def planned_step(forests: Sequence[Forest], *, shape: ModelShape, ranks: Ranks) -> PlannedStep:
+    """The passes, FLOPs and bytes of a step over these trees."""
+    whole_tokens = shape.block_tokens(ranks.budget_bytes, chunk=ranks.head_chunk, is_carried=False)
+    costs = {id(forest): flops_of_tree(shape, forest) for forest in forests}
+    flops = [costs[id(forest)] for forest in forests]
+    plan = PlannedStep(
+        whole_tokens=whole_tokens,
+        key_bytes_per_token=shape.key_bytes_per_token,
+        tree_tokens=sum(forest.token_count for forest in forests),
+        flops=sum(cost.total for cost in flops),
+    )
+    try:
+        rounds = _rounds(forests, shape=shape, ranks=ranks)
+    except ValueError as error:
+        return msgspec.structs.replace(plan, refused_step=str(error))
+    shared = [forests[each.group] for each in rounds if isinstance(each, SharedRound)]
+    batches = [batch for each in rounds for batch in _microbatches(each)]
+    passes = [_block_count(each) for each in rounds]
+    return msgspec.structs.replace(
+        plan,
+        slowest_flops=sum(_slowest(each, flops, world_size=ranks.world_size) for each in rounds),
+        # A run in several blocks goes forward once for all log-probabilities, and again.
+        forwards=sum(count if count == 1 else 2 * count for count in passes),
+        backwards=sum(passes),
+        exchanged_bytes=sum(forest.token_count for forest in shared) * _exchanged_bytes(shape),
+        predicted_bytes=0 if shared else max((b.predicted_bytes for b in batches), default=0),
+    )
+
+
+def _rounds(forests: Sequence[Forest], *, shape: ModelShape, ranks: Ranks) -> tuple[Round, ...]:
+    if ranks.world_size > 1:
+        return plan_rounds(
+            forests,
+            shape=shape,
+            world_size=ranks.world_size,
+            budget_bytes=ranks.budget_bytes,
+            head_chunk=ranks.head_chunk,
+        )
+    alone = plan_step(
+        forests,
+        shape=shape,
+        budget_bytes=ranks.budget_bytes,
+        head_chunk=ranks.head_chunk,
+        carried="path",
+    )
+    return tuple(OwnRound(microbatch_of_rank=(batch,)) for batch in alone)
+
+
+def _microbatches(planned: Round) -> tuple[Microbatch, ...]:
+    if isinstance(planned, SharedRound):
+        return ()
+    return tuple(batch for batch in planned.microbatch_of_rank if batch is not None)
+
+
+def _block_count(planned: Round) -> int:
+    if isinstance(planned, SharedRound):
+        return len(planned.blocks)
+    return max(len(batch.blocks) for batch in _microbatches(planned))
+
+
+def _slowest(planned: Round, flops: Sequence[Flops], *, world_size: int) -> float:
+    if isinstance(planned, SharedRound):
+        cost = flops[planned.group]
+        return (cost.total + _second_forward(cost, len(planned.blocks))) / world_size
+    return max(
+        sum(
+            flops[group].total + _second_forward(flops[group], len(batch.blocks))
+            for group in batch.groups
+        )
+        for batch in _microbatches(planned)
+    )
+
+
+def _second_forward(cost: Flops, blocks: int) -> float:
+    """Operations of the further forward of a group in blocks, by the coefficients of `flops`."""
+    if blocks == 1:
+        return 0.0
+    return cost.weights * 2 / 6 + cost.attention * 4 / 14 + cost.head * 2 / 8
+
+
+def _exchanged_bytes(shape: ModelShape) -> int:
+    """Of one token of a shared group: keys and values twice, and the sums of their gradients."""
+    return 2 * shape.layers * shape.key_size * (2 * shape.value_bytes + shape.wide_bytes)

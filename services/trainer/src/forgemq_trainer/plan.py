@@ -1,0 +1,166 @@
+"""`python -m forgemq_trainer.plan`: what the trainer would do, without a GPU and without weights.
+
+Questions and answers are those of `forgemq_contracts.trainer_plan`, a line each. The answers come
+from the functions that train: the same shape of the model, planner of memory and formula of FLOPs.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import set_verbosity_error
+
+from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.topics import MERGED_TREES, decode
+from forgemq_contracts.trainer_plan import (
+    AskedModel,
+    AskedStep,
+    PlannedGroup,
+    PlannedModel,
+    PlannedStep,
+    PlanQuestion,
+    RefusedPlan,
+)
+from forgemq_contracts.trees import MergedTree
+from forgemq_settings.environment import SettingsError
+from forgemq_trainer.core.attention.gpu_attention import GpuAttention
+from forgemq_trainer.core.memory import ModelShape, least_budget_bytes
+from forgemq_trainer.core.planned_step import Ranks, planned_group, planned_step
+from forgemq_trainer.core.tree import Forest, InvalidTreeError, read_tree
+from forgemq_trainer.model import DTYPES, check_head_size, check_supported, model_shape
+from forgemq_trainer.start_checks import check_reference
+
+_PARTS = {
+    ".embed_tokens.": "embedding",
+    "lm_head.": "head",
+    ".self_attn.": "attention",
+    ".mlp.experts.": "experts",
+    ".mlp.gate.": "other",
+    ".mlp.": "mlp",
+}
+"""What a parameter does, by its name in transformers; the first that matches. Others are norms."""
+
+
+def main() -> None:
+    """Answer each line of standard input until it ends."""
+    set_verbosity_error()
+    for line in sys.stdin.buffer:
+        question = msgspec.json.decode(line, type=PlanQuestion)
+        sys.stdout.buffer.write(msgspec.json.encode(answer(question)) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def answer(question: PlanQuestion) -> PlannedModel | PlannedStep | RefusedPlan:
+    """The answer to one question; a config.json that transformers refuses is refused by name."""
+    try:
+        config = read_config(question.config)
+        if isinstance(question, AskedModel):
+            return sizes_of(config)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        return RefusedPlan(reason=f"transformers: {error}")
+    try:
+        return step_of(config, question)
+    except (SettingsError, InvalidTreeError) as error:
+        return PlannedStep(refusal=str(error))
+
+
+def read_config(config: bytes) -> Any:  # noqa: ANN401  # transformers' classes have no common type
+    """The model's configuration in transformers."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_bytes(config)
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
+def sizes_of(config: Any) -> PlannedModel:  # noqa: ANN401
+    """Parameters of transformers' model of this configuration, counted without their memory."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    counts = dict.fromkeys({*_PARTS.values()}, 0)
+    layers: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        counts[_part_of(name)] += parameter.numel()
+        if ".layers." in name:
+            layer = name.partition(".layers.")[2].partition(".")[0]
+            layers[layer] = layers.get(layer, 0) + parameter.numel()
+    query_heads = int(config.num_attention_heads)
+    chosen = int(getattr(config, "num_experts_per_tok", None) or 0)
+    return PlannedModel(
+        model_type=str(config.model_type),
+        layers=int(config.num_hidden_layers),
+        layer_max=max(layers.values()),
+        query_heads=query_heads,
+        key_heads=int(getattr(config, "num_key_value_heads", None) or query_heads),
+        head_size=int(getattr(config, "head_dim", None) or config.hidden_size // query_heads),
+        experts_count=int(getattr(config, "num_experts", None) or 0) if chosen else 0,
+        experts_per_token=chosen,
+        **counts,
+    )
+
+
+def _part_of(name: str) -> str:
+    return next((part for text, part in _PARTS.items() if text in name), "other")
+
+
+def step_of(config: Any, asked: AskedStep) -> PlannedStep:  # noqa: ANN401
+    """The plan of a step and of the largest groups.
+
+    Raises:
+        SettingsError: the trainer does not take the model or the configuration.
+        InvalidTreeError: a tree is none.
+    """
+    run = asked.configuration
+    check_supported(config)
+    check_reference(run)
+    shape = shape_of(config, run, device=asked.device)
+    ranks = Ranks(
+        world_size=run.trainer.world_size,
+        budget_bytes=run.trainer.memory_budget_bytes,
+        head_chunk=run.trainer.head_chunk_tokens,
+    )
+    # Groups of one tree share it: the planner only reads it.
+    forests = [tree for each in asked.step for tree in [_forest(each.tree)] * each.groups]
+    step = planned_step(forests, shape=shape, ranks=ranks)
+    return msgspec.structs.replace(
+        step,
+        least_budget_bytes=least_budget_bytes(
+            shape,
+            longest_path=run.model.context_tokens_max,
+            head_chunk=run.trainer.head_chunk_tokens,
+        ),
+        largest=tuple(_groups(asked.largest, shape=shape, ranks=ranks)),
+    )
+
+
+def shape_of(config: Any, run: RunConfiguration, *, device: str) -> ModelShape:  # noqa: ANN401
+    """The shape that a trainer on this device has for its plans.
+
+    Raises:
+        SettingsError: the device has no kernels for the size of its heads.
+    """
+    shape = model_shape(config, dtype=DTYPES[run.model.dtype])
+    head_size = shape.key_size // int(config.num_key_value_heads)
+    check_head_size(head_size, device=device)
+    if device == "cpu":
+        return shape
+    return replace(shape, slot_multiple=GpuAttention(head_size=head_size).slot_multiple)
+
+
+def _groups(trees: Iterable[bytes], *, shape: ModelShape, ranks: Ranks) -> Iterable[PlannedGroup]:
+    for tree in trees:
+        yield planned_group(_forest(tree), shape=shape, ranks=ranks)
+
+
+def _forest(tree: bytes) -> Forest:
+    record = decode(MERGED_TREES, tree)
+    assert isinstance(record, MergedTree)
+    return read_tree(record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""`forgemq plan`: its numbers against others' formulas, and what it refuses. The trainer's planner
+is called in this process."""
+
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from forgemq_contracts.lane_engines import LaneEngines
+from forgemq_contracts.trainer_plan import AskedModel, PlannedModel, PlannedStep
+from forgemq_launcher.command_line import run_tool
+from forgemq_launcher.core.configuration import configuration, document
+from forgemq_launcher.placement import parameters_of
+from forgemq_launcher.plan.engine_memory import engine_memory, reserved_bytes, weight_bytes
+from forgemq_launcher.plan.episode_records import PlannedQueue
+from forgemq_launcher.plan.episodes import EpisodeShape, largest_group
+from forgemq_launcher.plan.group_trees import largest_tree, usual_tree
+from forgemq_launcher.plan.log_bytes import step_bytes
+from forgemq_launcher.plan.machines import GPUS
+from forgemq_launcher.plan.step_seconds import gathered_bytes
+from forgemq_trainer.core.tree import read_tree
+from forgemq_trainer.plan import answer
+from tests.small_run import small_run
+
+ROOT = Path(__file__).parents[3]
+DEMO = ROOT / "deploy" / "demo"
+
+SIZES = PlannedModel(
+    model_type="tiny",
+    layers=10,
+    embedding=1000,
+    head=1000,
+    attention=400,
+    mlp=0,
+    experts=8000,
+    other=10,
+    layer_max=900,
+    query_heads=8,
+    key_heads=4,
+    head_size=16,
+    experts_count=8,
+    experts_per_token=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "episodes", "a_completion"),
+    [
+        (
+            EpisodeShape(turns=1, prompt=300, sampled=400, task_bytes=600),
+            16,
+            {
+                "finished-completions-v1": 6100,
+                "requested-completions-v1": 2800,
+                "delivered-completions-v1": 181,
+                "finished-episodes-v1": 995,
+                "opened-episodes-v1": 264,
+                "scored-groups-v1": 231,
+                "graded-episodes-v1": 181,
+            },
+        ),
+        (
+            EpisodeShape(turns=40, prompt=16_000, sampled=400, observed=4200, task_bytes=3000),
+            8,
+            {
+                "finished-completions-v1": 40_000,
+                "requested-completions-v1": 36_000,
+                "finished-episodes-v1": 212,
+                "scored-groups-v1": 171,
+            },
+        ),
+    ],
+    ids=["single_turn", "context_200k"],
+)
+def test_bytes_of_a_step_are_those_of_the_load_test_of_what_a_run_keeps(
+    shape: EpisodeShape, episodes: int, a_completion: dict[str, int]
+):
+    """docs/sizes.md has them: real services write there, and not the records of a plan.
+
+    Its trees are larger, as episodes of a group share no prompt there.
+    """
+    run = small_run(group_partitions=1)
+    queue = msgspec.structs.replace(run.queues[0], group_size=episodes, groups_per_step=4)
+    log = step_bytes([PlannedQueue(queue=queue, shape=shape)], run, weights_bytes=1)
+    completions = 4 * episodes * shape.turns
+    found = {each.topic: each.inline_bytes / completions for each in log}
+    for topic, size in a_completion.items():
+        assert found[topic] == pytest.approx(size, rel=0.1), topic
+
+
+def test_a_value_above_the_inline_limit_is_counted_as_a_blob():
+    run = small_run(group_partitions=1)
+    queue = msgspec.structs.replace(run.queues[0], group_size=8, groups_per_step=1)
+    shape = EpisodeShape(turns=1, prompt=16, sampled=10_000)
+    log = step_bytes([PlannedQueue(queue=queue, shape=shape)], run, weights_bytes=1)
+    (tree,) = [each for each in log if each.topic == "merged-trees-v1"]
+    assert tree.blob_bytes > 8 * 10_000 * 16 > run.log.inline_bytes_max > tree.inline_bytes
+
+
+def test_planned_trees_are_trees_that_the_trainer_reads():
+    shape = EpisodeShape(turns=3, prompt=20, sampled=5, observed=7)
+    forest = read_tree(usual_tree(shape, episodes=4))
+    assert forest.token_count == 20 + 4 * (3 * 5 + 2 * 7)
+    assert forest.entry_count == 4 * 3 * 5
+    assert forest.sample_count == 4 * 3
+
+
+@pytest.mark.parametrize(("turns", "shared"), [(1, 292), (2, 0)])
+def test_the_largest_group_fills_the_context_and_shares_what_one_turn_cannot_sample(
+    turns: int, shared: int
+):
+    run = configuration(
+        document((DEMO / "run.toml").read_text(), overrides=()), run="r", folder=ROOT
+    )
+    assert (run.model.context_tokens_max, run.episodes.sampling.max_tokens) == (372, 80)
+    group = largest_group(run.queues[0], run, turns=turns)
+    tree = read_tree(largest_tree(group))
+    assert group.shared == shared
+    assert tree.token_count == shared + run.queues[0].group_size * (372 - shared)
+    assert int(tree.position_N.max()) + 1 == 372
+
+
+def test_parameters_by_part_are_those_of_the_models_files():
+    sizes = answer(AskedModel(config=(DEMO / "model" / "config.json").read_bytes()))
+    assert isinstance(sizes, PlannedModel)
+    assert sizes.parameters == parameters_of(DEMO / "model")
+    # width 128, 4 query and 2 key heads of 32, MLP of 384, 3 layers, 704 tokens, tied head.
+    assert sizes.embedding == 704 * 128
+    assert sizes.head == 0
+    assert sizes.attention == 3 * (2 * 128 * 128 + 2 * 128 * 64 + 2 * 32)
+    assert sizes.mlp == 3 * 3 * 128 * 384
+    assert sizes.other == (2 * 3 + 1) * 128
+
+
+def test_weights_of_an_engine_are_split_as_its_shape_says():
+    whole = weight_bytes(SIZES, LaneEngines(), is_quantised=False)
+    assert whole == 2 * SIZES.parameters
+    spread = LaneEngines(tensor_parallel=4, attention_data_parallel=2, expert_parallel=4)
+    split = 2 * (2000 / 2 + 400 / 2 + 8000 / 4 + 10)
+    assert weight_bytes(SIZES, spread, is_quantised=False) == split
+    assert weight_bytes(SIZES, LaneEngines(), is_quantised=True) < whole
+
+
+def test_an_engine_keeps_what_weights_and_graphs_leave():
+    gpu, run = GPUS["h100"], small_run(group_partitions=1, lanes=2)
+    [engine] = engine_memory(run, SIZES, gpu)
+    # 512 + 1.5 * 8192 for activations, 1024 / 8 for one GPU, 2 * 256 and 8 * 58 for graphs; MiB.
+    assert reserved_bytes(gpu.memory_bytes, LaneEngines()) == (512 + 12_288 + 128 + 512 + 464) << 20
+    assert engine.key_bytes_per_token == 2 * 10 * 4 * 16 * 2
+    free = gpu.memory_bytes - engine.reserved_bytes - 2 * SIZES.parameters
+    assert engine.cached_tokens == free // engine.key_bytes_per_token
+    assert (engine.lanes, engine.gpus) == (2, 1)
+
+
+def test_ranks_gather_weights_in_each_pass_and_reduce_gradients_in_each_backward():
+    step = PlannedStep(forwards=4, backwards=3)
+    size = gathered_bytes(SIZES, step, dtype="bfloat16", ranks=4)
+    assert size == SIZES.parameters * (7 * 2 + 3 * 4) * 3 // 4
+    assert gathered_bytes(SIZES, step, dtype="bfloat16", ranks=1) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--gpu", "h10"), "--gpu: no such machine 'h10'; did you mean h100?"),
+        (("--gpu", "cpu"), "--host-memory: must be given with --gpu cpu"),
+        (
+            ("--gpu", "h100", "--episode", "rounds=2"),
+            "--episode: no such field 'rounds'; there are turns, prompt, sampled, observed",
+        ),
+        (("--gpu", "h100", "--episode", "turns=0"), "--episode turns: a number of at least 1"),
+        (
+            ("--gpu", "h100", "--episode", "sampled=81"),
+            "at most the max_tokens of queues.shop_desk",
+        ),
+        (("--gpu", "h100", "--episode", "turns=9"), "tokens are more than the context_tokens_max"),
+        (("--gpu", "h100", "--config", "nowhere"), "--config: there is no nowhere"),
+        (("--gpu", "h100", "trainer.ranks=2"), "trainer.ranks: no such key"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(arguments: tuple[str, ...], expected: str):
+    console = Console(file=io.StringIO(), width=200)
+    status = run_tool(("plan", str(DEMO / "run.toml"), *arguments), environ={}, console=console)
+    assert status == 2
+    assert expected in console.file.getvalue()
