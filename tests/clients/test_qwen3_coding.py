@@ -20,7 +20,7 @@ from tests.clients.install import missing
 from tests.unit.gateway.scripted_lane import Asked, contexts_of, wall_ms
 from tests.unit.gateway.world import configuration_of, running
 from tests.unit.graders.episodes import answered
-from tests.unit.qwen3.recipe import run_of, write_scaled_model
+from tests.unit.recipes.recipe import run_of, write_scaled_model
 
 pytestmark = pytest.mark.clients
 

@@ -4,7 +4,7 @@ import pytest
 from datasets import Dataset
 
 from tests.integration.launched_run import LaunchedRun
-from tests.unit.qwen3.recipe import write_scaled_model
+from tests.unit.recipes.recipe import write_scaled_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -44,7 +44,7 @@ def test_the_maths_recipe_plays_and_trains_with_the_scaled_model(
     run = LaunchedRun(tmp_path, {"FORGEMQ_KAFKA": kafka_bootstrap})
     try:
         run.start(
-            "deploy/qwen3/maths.toml", f"run={run_id}", f"model.path={model}", *files, *SCALED_DOWN
+            "deploy/recipes/qwen3-4b/maths.toml", f"run={run_id}", f"model.path={model}", *files, *SCALED_DOWN
         )
         assert run.wait_for_end(within_s=600) == 0, run.story()
     finally:

@@ -11,40 +11,21 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.core.configuration import configuration, document
 from tests.unit.rendering.folders import write_model_folder
 
-RECIPES = Path(__file__).parents[3] / "deploy" / "qwen3"
+RECIPES = Path(__file__).parents[3] / "deploy" / "recipes" / "qwen3-4b"
 
 EOS, PAD = "<|im_end|>", "<|endoftext|>"
 
+_OF_4B: dict[str, Any] = json.loads((RECIPES / "config.json").read_text())
 PUBLISHED: dict[str, dict[str, Any]] = {
-    size: {
-        "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "initializer_range": 0.02,
-        "max_position_embeddings": 40_960,
-        "max_window_layers": 36,
-        "model_type": "qwen3",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 36,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-6,
-        "rope_scaling": None,
-        "rope_theta": 1_000_000,
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "vocab_size": 151_936,
-        **own,
-    }
-    for size, own in {
-        "4B": {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
-        "8B": {"hidden_size": 4096, "intermediate_size": 12_288, "tie_word_embeddings": False},
-    }.items()
+    "4B": _OF_4B,
+    "8B": {
+        **_OF_4B,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "tie_word_embeddings": False,
+    },
 }
-"""config.json of Qwen3-4B and Qwen3-8B, as far as it decides what a model computes."""
+"""config.json of Qwen3-4B and Qwen3-8B."""
 
 SCALED = {
     "head_dim": 16,
@@ -61,7 +42,7 @@ SCALED = {
 def run_of(name: str, *overrides: str) -> RunConfiguration:
     """The run file of a recipe with these overrides, its paths from the root of the repository."""
     values = document((RECIPES / name).read_text(), overrides=overrides)
-    return configuration(values, run="r", folder=RECIPES.parents[1])
+    return configuration(values, run="r", folder=RECIPES.parents[2])
 
 
 def config_of(size: str) -> Any:

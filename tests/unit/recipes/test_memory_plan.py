@@ -15,7 +15,7 @@ from forgemq_trainer.core.attention.gpu_attention import GpuAttention
 from forgemq_trainer.core.memory import ModelShape, least_budget_bytes
 from forgemq_trainer.core.tree import Forest, read_tree
 from forgemq_trainer.model import DTYPES, model_shape
-from tests.unit.qwen3.recipe import RECIPES, config_of, parameters_of, run_of
+from tests.unit.recipes.recipe import RECIPES, config_of, parameters_of, run_of
 
 GPUS = 8
 GPU_FREE_BYTES = 80_000_000_000

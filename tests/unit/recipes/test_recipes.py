@@ -19,7 +19,7 @@ from forgemq_rendering.tokenizer import FolderTokenizer
 from forgemq_trainer.model import load_model, model_shape
 from tests.unit.demo.conftest import TokenPolicy
 from tests.unit.graders.episodes import answered
-from tests.unit.qwen3.recipe import PUBLISHED, config_of, run_of, write_scaled_model
+from tests.unit.recipes.recipe import PUBLISHED, config_of, run_of, write_scaled_model
 from tests.unit.reward.test_service import Desk
 
 PROBLEMS = [
