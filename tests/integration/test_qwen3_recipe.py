@@ -44,7 +44,11 @@ def test_the_maths_recipe_plays_and_trains_with_the_scaled_model(
     run = LaunchedRun(tmp_path, {"FORGEMQ_KAFKA": kafka_bootstrap})
     try:
         run.start(
-            "deploy/recipes/qwen3-4b/maths.toml", f"run={run_id}", f"model.path={model}", *files, *SCALED_DOWN
+            "deploy/recipes/qwen3-4b/maths.toml",
+            f"run={run_id}",
+            f"model.path={model}",
+            *files,
+            *SCALED_DOWN,
         )
         assert run.wait_for_end(within_s=600) == 0, run.story()
     finally:

@@ -136,7 +136,8 @@ def _notes(run: PlannedRun, plan: RunPlan) -> Iterator[str]:
     ranks, engines = configuration.trainer.world_size, gpus_of_engines(configuration)
     if not run.episode:
         yield (
-            "no --episode was stated, so the step has episodes of one turn that fill the context"
+            "no --episode was stated, so the step has episodes of one turn that fill the context; "
+            "a group whose episodes have several turns may be larger, as they may share nothing"
         )
     if machines.device is None:
         yield "there is no GPU, so engines and seconds are not planned"

@@ -1,0 +1,213 @@
+"""Every recipe is planned with its model's config.json: what fits, why not, and what pages say."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch_allocation import peak_allocated_bytes
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from forgemq_contracts import topics
+from forgemq_contracts.loss import Loss
+from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.trainer_plan import AskedStep, GroupsOfTree, PlannedStep
+from forgemq_launcher.core.configuration import configuration, document
+from forgemq_launcher.display.plan_lines import plan_lines
+from forgemq_launcher.plan.episodes import EpisodeShape
+from forgemq_launcher.plan.findings import notes, reasons
+from forgemq_launcher.plan.group_trees import usual_tree
+from forgemq_launcher.plan.machines import GPUS, Machines
+from forgemq_launcher.plan.report import PlanReport
+from forgemq_launcher.plan.run_plan import PlannedRun, plan_of
+from forgemq_launcher.upkeep.engine_servers import options_of_engines
+from forgemq_launcher.user_code import check_user_code
+from forgemq_sglang_cpu.options import command_line, is_mixture
+from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.core.memory import plan_step
+from forgemq_trainer.core.step import Objective, forward_backward
+from forgemq_trainer.core.tree import read_tree
+from forgemq_trainer.model import prepare
+from forgemq_trainer.plan import answer
+
+ROOT = Path(__file__).parents[3]
+RECIPES = ROOT / "deploy" / "recipes"
+FILES = sorted(RECIPES.glob("*/*.toml"))
+AGENT = "turns=12,prompt=1500,sampled=250,observed=500,task_bytes=4000"
+"""The episode with which pages plan what mini-swe-agent plays."""
+
+
+def run_of(file: str, *overrides: str) -> RunConfiguration:
+    values = document((RECIPES / file).read_text(), overrides=overrides)
+    return configuration(values, run="r", folder=ROOT)
+
+
+def report_of(
+    file: str, *overrides: str, gpu: str, nodes: int = 1, gpus: int = 8, episode: str = ""
+) -> PlanReport:
+    """What `forgemq plan` reports of a recipe on DGX machines."""
+    config = Path("deploy/recipes") / Path(file).parent / "config.json"
+    machines = Machines(
+        gpu=gpu,
+        gpus=gpus,
+        nodes=nodes,
+        host_bytes=GPUS[gpu].host_bytes,
+        disk_bytes=GPUS[gpu].disk_bytes,
+        utilisation=0.4,
+        bandwidth_share=0.7,
+    )
+    run = PlannedRun(
+        configuration=run_of(file, *overrides),
+        config=(ROOT / config).read_bytes(),
+        machines=machines,
+        is_budget_named=False,
+        episode=episode,
+    )
+    plan = plan_of(run, answer)
+    found = reasons(run, plan)
+    return PlanReport(
+        fits=not found,
+        reasons=found,
+        notes=notes(run, plan),
+        machines=machines,
+        config=str(config),
+        plan=plan,
+    )
+
+
+PAGES = [
+    ("qwen3-4b/maths.toml", {"gpu": "h100"}),
+    ("qwen3-30b-a3b/maths.toml", {"gpu": "h200"}),
+    ("minimax-m2/coding.toml", {"gpu": "h200", "nodes": 7, "episode": AGENT}),
+]
+
+
+@pytest.mark.parametrize(("file", "machines"), PAGES, ids=lambda each: str(each)[:8])
+def test_a_recipes_page_has_lines_of_its_plan(file: str, machines: dict[str, Any]):
+    text = (RECIPES / file).with_name("README.md").read_text()
+    block = text.partition("```\nfits" if "\n```\nfits" in text else "```\ndoes not fit")
+    shown = (block[1].removeprefix("```\n") + block[2].partition("\n```")[0]).splitlines()
+    lines = list(plan_lines(report_of(file, **machines)))
+    assert len(shown) > 10
+    assert [line for line in shown if line not in lines] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides", "machines", "expected"),
+    [
+        ("qwen3-4b/coding.toml", (), {"gpu": "h100", "episode": AGENT}, ()),
+        (
+            "qwen3-4b/maths.toml",
+            (),
+            {"gpu": "h100", "gpus": 4},
+            ("engines and ranks want 4 + 4 GPUs, the machines have 4",),
+        ),
+        (
+            "qwen3-4b/maths.toml",
+            ("trainer.world_size=1",),
+            {"gpu": "h100"},
+            ("weights, gradients and moments take 72.4 GB of each of 1 ranks, and there are",),
+        ),
+        ("qwen3-4b/maths.toml", ("trainer.world_size=1",), {"gpu": "h200"}, ()),
+        (
+            "qwen3-30b-a3b/maths.toml",
+            (),
+            {"gpu": "h100"},
+            ("weights, gradients and moments take 91.6 GB of each of 6 ranks, and there are 72",),
+        ),
+        (
+            "minimax-m2/coding.toml",
+            ("lanes.0.tensor_parallel=1",),
+            {"gpu": "h200", "nodes": 7, "episode": AGENT},
+            ("an engine of 1 GPUs has room for 0 tokens of K/V beside 457.4 GB",),
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said_with_both_numbers(
+    file: str, overrides: tuple[str, ...], machines: dict[str, Any], expected: tuple[str, ...]
+):
+    found = report_of(file, *overrides, **machines).reasons
+    for reason in expected:
+        assert any(each.startswith(reason) for each in found), found
+    assert bool(found) == bool(expected)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.parent.name + "-" + path.stem)
+def test_a_recipes_engines_and_code_start_as_its_file_says(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sys.path", list(sys.path))
+    data = tmp_path / "rows.jsonl"
+    data.write_text("{}\n")
+    files = (f"queues.0.{name}={data}" for name in ("task_file", "held_out_file"))
+    run = run_of(str(file.relative_to(RECIPES)), *files)
+    check_user_code(run)
+    engines = options_of_engines(run, gpus=64, environ={"FORGEMQ_TRAINER_DEVICE": "cuda"})
+    assert len(engines) == run.log.lanes
+    has_experts = is_mixture(file.with_name("config.json").read_bytes())
+    command = command_line(engines[0], model_path="m", host="h", port=1, has_experts=has_experts)
+    gpus = run.lanes[0].tensor_parallel if run.lanes else 1
+    assert command[command.index("--tp-size") + 1] == str(gpus)
+    assert ("--enable-return-routed-experts" in command) == (file.parent.name != "qwen3-4b")
+
+
+SCALED = {
+    "qwen3-4b": {"intermediate_size": 304},
+    "qwen3-30b-a3b": {"moe_intermediate_size": 48, "num_experts": 16, "num_experts_per_tok": 4},
+}
+SHARED = {
+    "head_dim": 16,
+    "hidden_size": 128,
+    "max_window_layers": 2,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "vocab_size": 512,
+}
+
+
+@pytest.mark.parametrize("recipe", SCALED)
+def test_the_planned_bytes_of_a_recipes_scaled_model_are_what_torch_holds(recipe: str):
+    """The recipe's config.json with fewer and narrower layers, through the trainer itself."""
+    published = json.loads((RECIPES / recipe / "config.json").read_text())
+    config = {**published, **SHARED, **SCALED[recipe]}
+    tree = usual_tree(EpisodeShape(turns=2, prompt=64, sampled=40, observed=20), episodes=6)
+    tree = msgspec.structs.replace(tree, tokens=bytes(len(tree.tokens)))
+    changes = ("trainer.world_size=1", "model.dtype=float32", "trainer.head_chunk_tokens=32")
+    run = run_of(f"{recipe}/maths.toml", *changes)
+    group = GroupsOfTree(tree=topics.encode(tree), groups=1)
+    asked = AskedStep(
+        config=json.dumps(config).encode(),
+        configuration=run,
+        device="cpu",
+        step=(group,),
+        largest=(),
+    )
+    planned = answer(asked)
+    assert isinstance(planned, PlannedStep)
+    torch.manual_seed(0)
+    loaded = prepare(AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)))
+    forest = read_tree(tree)
+    (batch,) = plan_step(
+        [forest],
+        shape=loaded.policy.shape,
+        budget_bytes=run.trainer.memory_budget_bytes,
+        head_chunk=run.trainer.head_chunk_tokens,
+        carried="path",
+    )
+
+    def step() -> None:
+        forward_backward(
+            loaded.policy,
+            Objective(forests=[forest], loss_weights=[1.0], loss=loss_function(Loss())),
+            [batch],
+            head_chunk=run.trainer.head_chunk_tokens,
+        )
+
+    step()  # Makes the parameters' gradients.
+    assert peak_allocated_bytes(step) == pytest.approx(planned.predicted_bytes, rel=0.07)
