@@ -2,6 +2,8 @@
 is called in this process."""
 
 import io
+import json
+import os
 from pathlib import Path
 
 import msgspec
@@ -185,3 +187,20 @@ def test_what_cannot_be_planned_is_refused_by_name(arguments: tuple[str, ...], e
     status = run_tool(("plan", str(DEMO / "run.toml"), *arguments), environ={}, console=console)
     assert status == 2
     assert expected in console.file.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("memory_gb", "status"), [("24", 0), ("15", 1)])
+def test_the_command_asks_a_process_of_the_trainer_and_ends_with_whether_the_run_fits(
+    memory_gb: str, status: int
+):
+    console = Console(file=io.StringIO(), width=200)
+    episode = "turns=4,prompt=158,sampled=19,observed=35"
+    options = ("--gpu", "cpu", "--host-memory", memory_gb, "--episode", episode, "--json")
+    arguments = ("plan", str(DEMO / "run.toml"), "trainer.memory_budget_bytes=8019000000", *options)
+    assert run_tool(arguments, environ=os.environ, console=console) == status
+    report = json.loads(console.file.getvalue())
+    assert report["fits"] == (status == 0)
+    assert len(report["reasons"]) == status
+    assert report["plan"]["step"]["tree_tokens"] == 8 * (158 + 8 * (4 * 19 + 3 * 35))
+    assert report["plan"]["seconds"] is None

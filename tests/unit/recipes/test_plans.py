@@ -167,6 +167,7 @@ SHARED = {
     "num_key_value_heads": 2,
     "bos_token_id": 0,
     "eos_token_id": 1,
+    "torch_dtype": "float32",
     "vocab_size": 512,
 }
 

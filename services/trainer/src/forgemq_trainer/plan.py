@@ -112,7 +112,7 @@ def step_of(config: Any, asked: AskedStep) -> PlannedStep:  # noqa: ANN401
 
     Raises:
         SettingsError: the trainer does not take the model or the configuration.
-        InvalidTreeError: a tree is none.
+        InvalidTreeError: a tree is damaged.
     """
     run = asked.configuration
     check_supported(config)

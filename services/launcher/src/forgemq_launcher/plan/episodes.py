@@ -15,7 +15,7 @@ from forgemq_contracts.run import Queue, RunConfiguration
 
 
 class EpisodesError(ValueError):
-    """No episode of this run; the text names the option and the rule."""
+    """The run has no such episodes; the text names the option and the rule."""
 
 
 class EpisodeShape(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

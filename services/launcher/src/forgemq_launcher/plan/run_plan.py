@@ -82,7 +82,7 @@ def plan_of(run: PlannedRun, ask: Ask) -> RunPlan:
 
     Raises:
         PlanError: nobody knows the model.
-        EpisodesError: the stated episode is none of this run.
+        EpisodesError: this run has no such episode.
     """
     shapes = [
         episode_of(run.episode, queue, run.configuration) for queue in run.configuration.queues
