@@ -13,16 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from forgemq_contracts import topics
 from forgemq_contracts.loss import Loss
-from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.trainer_plan import AskedStep, GroupsOfTree, PlannedStep
-from forgemq_launcher.core.configuration import configuration, document
-from forgemq_launcher.display.plan_lines import plan_lines
 from forgemq_launcher.plan.episodes import EpisodeShape
-from forgemq_launcher.plan.findings import notes, reasons
 from forgemq_launcher.plan.group_trees import usual_tree
-from forgemq_launcher.plan.machines import GPUS, Machines
-from forgemq_launcher.plan.report import PlanReport
-from forgemq_launcher.plan.run_plan import PlannedRun, plan_of
 from forgemq_launcher.upkeep.engine_servers import options_of_engines
 from forgemq_launcher.user_code import check_user_code
 from forgemq_sglang_cpu.options import command_line, is_mixture
@@ -32,67 +25,26 @@ from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import read_tree
 from forgemq_trainer.model import prepare
 from forgemq_trainer.plan import answer
+from tests.unit.recipes.planned_recipes import (
+    AGENT,
+    BLOCK,
+    PAGES,
+    RECIPES,
+    block_of,
+    page_of,
+    report_of,
+    run_of,
+)
 
-ROOT = Path(__file__).parents[3]
-RECIPES = ROOT / "deploy" / "recipes"
 FILES = sorted(RECIPES.glob("*/*.toml"))
-AGENT = "turns=12,prompt=1500,sampled=250,observed=500,task_bytes=4000"
-"""The episode with which pages plan what mini-swe-agent plays."""
-
-
-def run_of(file: str, *overrides: str) -> RunConfiguration:
-    values = document((RECIPES / file).read_text(), overrides=overrides)
-    return configuration(values, run="r", folder=ROOT)
-
-
-def report_of(
-    file: str, *overrides: str, gpu: str, nodes: int = 1, gpus: int = 8, episode: str = ""
-) -> PlanReport:
-    """What `forgemq plan` reports of a recipe on DGX machines."""
-    config = Path("deploy/recipes") / Path(file).parent / "config.json"
-    machines = Machines(
-        gpu=gpu,
-        gpus=gpus,
-        nodes=nodes,
-        host_bytes=GPUS[gpu].host_bytes,
-        disk_bytes=GPUS[gpu].disk_bytes,
-        utilisation=0.4,
-        bandwidth_share=0.7,
-    )
-    run = PlannedRun(
-        configuration=run_of(file, *overrides),
-        config=(ROOT / config).read_bytes(),
-        machines=machines,
-        is_budget_named=False,
-        episode=episode,
-    )
-    plan = plan_of(run, answer)
-    found = reasons(run, plan)
-    return PlanReport(
-        fits=not found,
-        reasons=found,
-        notes=notes(run, plan),
-        machines=machines,
-        config=str(config),
-        plan=plan,
-    )
-
-
-PAGES = [
-    ("qwen3-4b/maths.toml", {"gpu": "h100"}),
-    ("qwen3-30b-a3b/maths.toml", {"gpu": "h200"}),
-    ("minimax-m2/coding.toml", {"gpu": "h200", "nodes": 7, "episode": AGENT}),
-]
 
 
 @pytest.mark.parametrize(("file", "machines"), PAGES, ids=lambda each: str(each)[:8])
-def test_a_recipes_page_has_lines_of_its_plan(file: str, machines: dict[str, Any]):
-    text = (RECIPES / file).with_name("README.md").read_text()
-    block = text.partition("```\nfits" if "\n```\nfits" in text else "```\ndoes not fit")
-    shown = (block[1].removeprefix("```\n") + block[2].partition("\n```")[0]).splitlines()
-    lines = list(plan_lines(report_of(file, **machines)))
-    assert len(shown) > 10
-    assert [line for line in shown if line not in lines] == []
+def test_a_recipes_page_shows_its_plan(file: str, machines: dict[str, Any]):
+    """The module of the recipes' plans says how the blocks are written anew."""
+    shown = BLOCK.search(page_of(file).read_text())
+    assert shown is not None
+    assert shown[1].splitlines() == list(block_of(report_of(file, **machines)))
 
 
 @pytest.mark.parametrize(

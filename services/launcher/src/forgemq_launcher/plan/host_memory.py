@@ -71,13 +71,12 @@ def host_memory(
     optimizer = parameters * (2 * WIDE_BYTES + (WIDE_BYTES if value_bytes < WIDE_BYTES else 0))
     own = 0 if has_gpu else STATE_BYTES[dtype] * parameters * ranks // trainer.world_size
     budget = 0 if has_gpu else trainer.memory_budget_bytes * ranks
-    # Each of several ranks loads the whole model in float32, and keeps its part.
-    whole = WIDE_BYTES if trainer.world_size > 1 else value_bytes
     kept = max(WEIGHTS_KEPT_MIN, trainer.checkpoints_kept)
     checkpoint = parameters * value_bytes + optimizer
     return HostMemory(
         ranks=ranks,
-        loading_bytes=parameters * whole * ranks + own,
+        loading_bytes=_loading_bytes(configuration, model, ranks=ranks) + own,
+        # The first rank collects the whole state before it writes it.
         saving_bytes=checkpoint + own + budget,
         services_bytes=SERVICES_BYTES,
         weights_bytes=weights,
@@ -85,6 +84,16 @@ def host_memory(
         disk_bytes=(kept + 1) * weights + (trainer.checkpoints_kept + 1) * checkpoint,
         log_bytes=kept_bytes * trainer.steps,
     )
+
+
+def _loading_bytes(configuration: RunConfiguration, model: PlannedModel, *, ranks: int) -> int:
+    """Memory of a node in which so many ranks load the model.
+
+    Each of several ranks loads the whole model in float32, and keeps its part.
+    """
+    if configuration.trainer.world_size > 1:
+        return model.parameters * WIDE_BYTES * ranks
+    return model.parameters * VALUE_BYTES[configuration.model.dtype]
 
 
 def published_bytes(configuration: RunConfiguration, model: PlannedModel) -> int:
