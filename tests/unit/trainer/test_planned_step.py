@@ -38,8 +38,11 @@ def test_blocks_add_a_forward_and_shared_groups_an_exchange():
     together = planned_step(TREES[:1], shape=SHAPE, ranks=_ranks(2, tokens=900))
     assert (together.forwards, together.backwards) == (1, 1)
     assert together.slowest_flops == pytest.approx(_flops(TREES[0]) / 2)
-    # Keys and values, and their gradients, of 2 layers in float32: gathered twice, summed once.
-    assert together.exchanged_bytes == 1000 * 2 * 2 * SHAPE.key_size * (2 * 4 + 4)
+    # Keys and values of 2 layers in float32: gathered in each forward, their gradients summed.
+    assert together.exchanged_bytes == 1000 * 2 * 2 * SHAPE.key_size * (4 + 4)
+    tight = planned_step(TREES[:1], shape=SHAPE, ranks=_ranks(2, tokens=500))
+    assert tight.forwards == 2 * tight.backwards > 2
+    assert tight.exchanged_bytes == 1000 * 2 * 2 * SHAPE.key_size * (2 * 4 + 4)
     cost = flops_of_tree(SHAPE, TREES[0])
     in_blocks = planned_step(TREES[:1], shape=SHAPE, ranks=_ranks(1, tokens=900))
     assert (in_blocks.forwards, in_blocks.backwards) == (4, 2)

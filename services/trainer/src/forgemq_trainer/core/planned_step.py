@@ -59,7 +59,9 @@ def planned_group(forest: Forest, *, shape: ModelShape, ranks: Ranks) -> Planned
 def planned_step(forests: Sequence[Forest], *, shape: ModelShape, ranks: Ranks) -> PlannedStep:
     """The passes, FLOPs and bytes of a step over these trees."""
     whole_tokens = shape.block_tokens(ranks.budget_bytes, chunk=ranks.head_chunk, is_carried=False)
-    costs = {id(forest): flops_of_tree(shape, forest) for forest in forests}
+    # Several groups may share a tree.
+    different = {id(forest): forest for forest in forests}
+    costs = {key: flops_of_tree(shape, forest) for key, forest in different.items()}
     flops = [costs[id(forest)] for forest in forests]
     plan = PlannedStep(
         whole_tokens=whole_tokens,
@@ -71,16 +73,18 @@ def planned_step(forests: Sequence[Forest], *, shape: ModelShape, ranks: Ranks) 
         rounds = _rounds(forests, shape=shape, ranks=ranks)
     except ValueError as error:
         return msgspec.structs.replace(plan, refused_step=str(error))
-    shared = [forests[each.group] for each in rounds if isinstance(each, SharedRound)]
+    shared = [each for each in rounds if isinstance(each, SharedRound)]
     batches = [batch for each in rounds for batch in _microbatches(each)]
     passes = [_block_count(each) for each in rounds]
     return msgspec.structs.replace(
         plan,
         slowest_flops=sum(_slowest(each, flops, world_size=ranks.world_size) for each in rounds),
         # A run in several blocks goes forward once for all log-probabilities, and again.
-        forwards=sum(count if count == 1 else 2 * count for count in passes),
+        forwards=sum(count * _forwards(count) for count in passes),
         backwards=sum(passes),
-        exchanged_bytes=sum(forest.token_count for forest in shared) * _exchanged_bytes(shape),
+        exchanged_bytes=sum(
+            _exchanged_bytes(forests[each.group], each, shape=shape) for each in shared
+        ),
         predicted_bytes=0 if shared else max((b.predicted_bytes for b in batches), default=0),
     )
 
@@ -136,6 +140,13 @@ def _second_forward(cost: Flops, blocks: int) -> float:
     return cost.weights * 2 / 6 + cost.attention * 4 / 14 + cost.head * 2 / 8
 
 
-def _exchanged_bytes(shape: ModelShape) -> int:
-    """Of one token of a shared group: keys and values twice, and the sums of their gradients."""
-    return 2 * shape.layers * shape.key_size * (2 * shape.value_bytes + shape.wide_bytes)
+def _forwards(blocks: int) -> int:
+    """How often each of so many blocks goes forward."""
+    return 1 if blocks == 1 else 2
+
+
+def _exchanged_bytes(forest: Forest, planned: SharedRound, *, shape: ModelShape) -> int:
+    """Of a shared group: keys and values in every forward, and the sums of their gradients."""
+    values = _forwards(len(planned.blocks)) * shape.value_bytes
+    of_token = 2 * shape.layers * shape.key_size * (values + shape.wide_bytes)
+    return forest.token_count * of_token
