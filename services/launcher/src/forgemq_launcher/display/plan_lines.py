@@ -108,9 +108,9 @@ def _log(plan: RunPlan) -> Iterator[str]:
             f"prompt, {shape.sampled:,} sampled and {shape.observed:,} observed a turn"
         )
     for topic in plan.log:
-        blob = f", {topic.blob_bytes:,} in blobs" if topic.blob_bytes else ""
-        kept = "kept" if topic.is_kept else ""
-        yield f"  {topic.topic:<{LABEL}} {topic.inline_bytes:>14,} bytes {kept}{blob}".rstrip()
+        blob = f", and {topic.blob_bytes:,} in blobs" if topic.blob_bytes else ""
+        kept = ", kept" if topic.is_kept else ""
+        yield f"  {topic.topic:<{LABEL}} {topic.inline_bytes:>14,} bytes{blob}{kept}"
     written = sum(topic.inline_bytes + topic.blob_bytes for topic in plan.log)
     kept_bytes = sum(topic.inline_bytes for topic in plan.log if topic.is_kept)
     yield f"  {'all':<{LABEL}} {written:>14,} bytes, of which {kept_bytes:,} are kept"
