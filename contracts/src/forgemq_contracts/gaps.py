@@ -61,3 +61,15 @@ def merged_gap(gaps: Iterable[LogprobGap]) -> LogprobGap | None:
         max=max(part.max for part in parts),
         bins=tuple(sum(column) for column in columns) if is_counted else (),
     )
+
+
+class Audit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the audit of G5 allows |trainer - engine| to be, over the run's compared tokens."""
+
+    logprob_gap_mean_max: (
+        Annotated[float, Meta(gt=0, description="Mean, nats; null: by model.dtype.")] | None
+    ) = None
+    logprob_gap_p999_max: (
+        Annotated[float, Meta(gt=0, description="99.9 % quantile, nats; null: by model.dtype.")]
+        | None
+    ) = None

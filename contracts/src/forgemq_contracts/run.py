@@ -14,8 +14,10 @@ from forgemq_contracts.distillation import Distillation
 from forgemq_contracts.domain_settings import DomainRewards, DomainSampling
 from forgemq_contracts.episodes import HistoryPolicy, Sampling, StreamPolicy
 from forgemq_contracts.fields import DomainName, NamedValue, TimeMs, TreeTokensMax
+from forgemq_contracts.gaps import Audit
 from forgemq_contracts.lane_engines import LaneEngines
 from forgemq_contracts.live_key import LiveKey
+from forgemq_contracts.lora import Lora
 from forgemq_contracts.loss import Loss
 from forgemq_contracts.pool import Pool
 from forgemq_contracts.repetition import RepetitionStop
@@ -281,18 +283,6 @@ class LogLayout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
     ] = False
 
 
-class Audit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What the audit of G5 allows |trainer - engine| to be, over the run's compared tokens."""
-
-    logprob_gap_mean_max: (
-        Annotated[float, Meta(gt=0, description="Mean, nats; null: by model.dtype.")] | None
-    ) = None
-    logprob_gap_p999_max: (
-        Annotated[float, Meta(gt=0, description="99.9 % quantile, nats; null: by model.dtype.")]
-        | None
-    ) = None
-
-
 class RunConfiguration(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
@@ -318,6 +308,7 @@ class RunConfiguration(
     speculation: (
         Annotated[Speculation, Meta(description="None: the engines guess no tokens ahead.")] | None
     ) = None
+    lora: Annotated[Lora, Meta(description="None: all weights of the model train.")] | None = None
     pool: (
         Annotated[Pool, Meta(description="None: each engine has its own K/V cache only.")] | None
     ) = None

@@ -88,6 +88,7 @@ REASONS = (
     ("trainer.steps_ahead_max", "the scheduler's journal was written and is replayed with it"),
     ("trainer.tree_tokens_max", "the merger's journal was written and is replayed with it"),
     ("speculation*", "checkpoints hold the head that the run began with, or none"),
+    ("lora*", "checkpoints hold the adapter that the run began with, or none"),
     ("distillation*", "the journal of reward was written with it or without, and is replayed so"),
     ("rewards.*", "the journal of reward was written with it, and is replayed with it"),
     ("episodes.*", "the episodes that are open were promised it"),

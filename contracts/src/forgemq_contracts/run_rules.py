@@ -8,6 +8,7 @@ from forgemq_contracts.curriculum_rules import check_curricula
 from forgemq_contracts.domains import context_tokens_max_of, sampling_of
 from forgemq_contracts.environments import environment_of
 from forgemq_contracts.lane_engines import check_lanes, is_paired
+from forgemq_contracts.lora_rules import check_lora
 from forgemq_contracts.loss import check_loss
 from forgemq_contracts.pool import Pool
 from forgemq_contracts.rules import check_tree_limit
@@ -72,6 +73,7 @@ def check(configuration: RunConfiguration) -> None:
     check_loss(configuration.loss)
     _check_distillation(configuration)
     _check_quantization(configuration)
+    check_lora(configuration)
 
 
 def _check_quantization(configuration: RunConfiguration) -> None:

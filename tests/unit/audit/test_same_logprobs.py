@@ -11,8 +11,7 @@ from forgemq_audit.same_logprobs import (
     gap_violations,
     limits_of,
 )
-from forgemq_contracts.gaps import LogprobGap
-from forgemq_contracts.run import Audit
+from forgemq_contracts.gaps import Audit, LogprobGap
 from forgemq_contracts.steps import TrainedStep
 from forgemq_trainer.core.metrics import gap_of
 from tests.unit.run_view.synthetic import configuration, metrics

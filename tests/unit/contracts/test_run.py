@@ -10,6 +10,7 @@ from forgemq_contracts.domain_settings import DomainSampling
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.lane_engines import LaneEngines, RoleEngines
 from forgemq_contracts.live_key import LiveKey
+from forgemq_contracts.lora import Lora
 from forgemq_contracts.loss import LOSS_KINDS, Loss, SequenceMask
 from forgemq_contracts.pool import Pool
 from forgemq_contracts.run import (
@@ -95,6 +96,27 @@ def test_a_small_model_that_guesses_is_taken_where_a_head_could_not_be_trained()
 def test_what_guesses_is_a_head_or_a_small_model_and_never_both(given):
     with pytest.raises(ValueError, match=r"^speculation\.head or speculation\.model must be given"):
         check(msgspec.structs.replace(SOUND, speculation=given))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainer": Trainer(steps=1, world_size=2)}, r"trainer\.world_size must be 1 .* got 2$"),
+        ({"speculation": Speculation(head="h")}, r"speculation\.head must be left out with lora"),
+        ({"speculation": Speculation(model="m")}, r"speculation must be left out if lora\.publish"),
+        ({"pool": Pool(storage="file")}, r"pool must be left out if lora\.publish is adapter"),
+        (
+            {"model": Model(path="m", engine_quantization="fp8_blocks")},
+            r"model\.engine_quantization must be left out if lora\.publish is adapter",
+        ),
+        ({"lora": Lora(targets=("q_proj", "q_proj"))}, r"lora\.targets must name each layer once"),
+    ],
+)
+def test_what_adapters_cannot_be_combined_with_is_refused_by_name(changes, message):
+    adapters = {"lora": Lora(publish="adapter")}
+    check(msgspec.structs.replace(SOUND, **adapters))
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check(msgspec.structs.replace(SOUND, **(adapters | changes)))
 
 
 def outside_queue(domain: str) -> Queue:

@@ -56,7 +56,7 @@ def exact_configuration(base: Path, updates: Updates, loss: Loss) -> RunConfigur
 
 def exact_model(base: Path, configuration: RunConfiguration) -> WholeModel:
     """The base model in float64, with an optimizer."""
-    model = WholeModel(base, configuration, device="cpu")
+    model = WholeModel(configuration, None, device="cpu")
     model.module.double()
     model.updater = Updater(model.module, OPTIMIZER)
     return model

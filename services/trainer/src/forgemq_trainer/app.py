@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from forgemq_contracts.lora import publishes_adapters
 from forgemq_contracts.topics import (
     ADMITTED_GROUPS,
     FINISHED_COMPLETIONS,
@@ -112,7 +113,12 @@ async def _train(
         lineage=previous.next_lineage(checkpoint), claim=claim, writer=await context.log.writer()
     )
     async with asyncio.TaskGroup() as tasks:
-        paths = EnginePaths(broadcasts=broadcasts, relay=relay_of(settings))
+        # An adapter is a few MB, and SGLang loads it from a folder only.
+        paths = (
+            EnginePaths()
+            if publishes_adapters(configuration.lora)
+            else EnginePaths(broadcasts=broadcasts, relay=relay_of(settings))
+        )
         publisher = Publisher(context, settings, life=life, paths=paths, tasks=tasks)
         # Before the model is loaded, which may take minutes: the first publication then knows which
         # lanes live.

@@ -15,6 +15,7 @@ a version begins to travel before its record is written.
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -40,7 +41,7 @@ from forgemq_trainer.relay_path import RelayPath
 from forgemq_trainer.samples import sampled_parameters
 from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.shared_path import SharedPath
-from forgemq_trainer.storage.weights import SavedVersion
+from forgemq_trainer.storage.weights import SavedVersion, WeightsFolder
 from forgemq_trainer.transfer_deadline import TransferDeadline
 from forgemq_trainer.weight_paths import Broadcasts
 from forgemq_weight_relay import Hop
@@ -137,7 +138,7 @@ class Publisher:
         self._durable = replace(
             begun,
             uri=weights.uri,
-            kind="delta" if weights.deltas else "full",
+            kind=_kind_of(weights),
             base_sha256=weights.base_sha256 or None,
             deltas=weights.deltas,
             head=_head_of(saved),
@@ -316,6 +317,12 @@ class Publisher:
         for lane, reason in reasons.items():
             self._telemetry.event("lane_left_out", lane=lane, version=saved.version, reason=reason)
             self._telemetry.count("trainer.fast_path_failures")
+
+
+def _kind_of(weights: WeightsFolder) -> Literal["full", "delta", "adapter"]:
+    if weights.is_adapter:
+        return "adapter"
+    return "delta" if weights.deltas else "full"
 
 
 def _head_of(saved: SavedVersion) -> PublishedHead | None:

@@ -1,14 +1,18 @@
 """What the trainer stores: weights that engines read, checkpoints that a restart reads."""
 
 import dataclasses
+from functools import cached_property
 from pathlib import Path
 
+from forgemq_contracts.lora import publishes_adapters
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import TrainedStep
 from forgemq_fp8_blocks import NothingToQuantiseError
 from forgemq_settings.environment import SettingsError
 from forgemq_telemetry.telemetry import Telemetry
+from forgemq_trainer.core.low_rank import adapter_tensors
 from forgemq_trainer.settings import TrainerSettings
+from forgemq_trainer.storage.adapters import model_sha256, write_adapter
 from forgemq_trainer.storage.checkpoint import (
     Checkpoint,
     HeadState,
@@ -66,6 +70,7 @@ class Store:
         self._checkpointed: frozenset[Path] = frozenset()
         self._configuration = configuration
         self._base = Path(configuration.model.path)
+        self._lora = configuration.lora
         speculation = configuration.speculation
         self._base_head = Path("" if speculation is None else speculation.head)
         self._telemetry = telemetry
@@ -76,6 +81,7 @@ class Store:
         Raises:
             OtherRunError: the folder belongs to another run.
             OtherConfigurationError: the run's configuration differs from the checkpoint's.
+            SettingsError: the checkpoint's adapter belongs to another base model.
         """
         # If the log names a newer one than this, `PreviousLives.next_lineage` stops the trainer.
         for found in checkpoints(self._checkpoints, run=self._configuration.run):
@@ -83,6 +89,8 @@ class Store:
                 self._telemetry.event("checkpoint_damaged", folder=str(found))
                 continue
             check_configuration(found.record.configuration, self._configuration)
+            if self._lora is not None:
+                self._check_base(found)
             return found
         return None
 
@@ -93,6 +101,9 @@ class Store:
 
         It names its draft head, unless it is the one that engines start with.
         """
+        if self._lora is not None and (checkpoint is not None or self._publishes_adapters):
+            self._checkpointed = frozenset({self._folder(training, lineage=lineage)})
+            return self.keep_version(self.write_version(training, lineage=lineage))
         weights = self._save_restored_weights(training, checkpoint, lineage=lineage)
         head = self._save_head(training, lineage=lineage) if training.version else None
         return SavedVersion(version=training.version, weights=weights, head=head)
@@ -102,15 +113,20 @@ class Store:
 
         `keep_version` makes it durable.
         """
-        folder = self._weights.local_folder(lineage=lineage, version=training.version)
+        folder = self._folder(training, lineage=lineage)
         whole = None
-        if self._is_quantised:
+        if self._is_quantised or self._lora is not None:
             # Its checkpoint has links to these files, so only the newest is needed here.
             remove_folder(self._whole)
+        if self._is_quantised:
             whole = self._write(training, self._whole / folder.name)
             weights = self._quantise(whole.folder, folder)
+        elif self._publishes_adapters:
+            weights = self._write_adapter(training, folder)
         else:
             weights = self._write(training, folder)
+        if self._lora is not None and not self._publishes_adapters:
+            whole = self._write_adapter(training, self._whole / "adapter")
         speculation, head = self._configuration.speculation, None
         # A small model that guesses is not the trainer's: `_write_head` writes nothing then.
         if speculation is not None and training.version % speculation.push_every_steps == 0:
@@ -126,7 +142,7 @@ class Store:
     def _save_restored_weights(
         self, training: Training, checkpoint: Checkpoint | None, *, lineage: int
     ) -> WeightsFolder:
-        folder = self._weights.local_folder(lineage=lineage, version=training.version)
+        folder = self._folder(training, lineage=lineage)
         if self._is_quantised:
             source = self._base if checkpoint is None else checkpoint.folder
             self._checkpointed = frozenset({folder})
@@ -141,7 +157,7 @@ class Store:
 
     def save_weights(self, training: Training, *, lineage: int) -> WeightsFolder:
         """Save the current version durably, and remove versions that no lane loads any more."""
-        folder = self._weights.local_folder(lineage=lineage, version=training.version)
+        folder = self._folder(training, lineage=lineage)
         return self._keep(self._write(training, folder))
 
     def _keep(self, weights: WeightsFolder) -> WeightsFolder:
@@ -172,11 +188,28 @@ class Store:
             head=self._head_state(training),
         )
         # Its weights must outlive WEIGHTS_KEPT_MIN: after a restart lanes load them again.
-        self._checkpointed = frozenset(
-            {self._weights.local_folder(lineage=trained.lineage, version=training.version)}
-        )
+        self._checkpointed = frozenset({self._folder(training, lineage=trained.lineage)})
         kept = self._configuration.trainer.checkpoints_kept
         remove_older(self._checkpoints, kept=kept, pattern="step-*")
+
+    def _folder(self, training: Training, *, lineage: int) -> Path:
+        return self._weights.local_folder(lineage=lineage, version=training.version)
+
+    @property
+    def _publishes_adapters(self) -> bool:
+        return publishes_adapters(self._lora)
+
+    @cached_property
+    def _base_sha256(self) -> str:
+        return model_sha256(self._base)
+
+    def _check_base(self, checkpoint: Checkpoint) -> None:
+        wanted = checkpoint.record.weights_sha256
+        if wanted != self._base_sha256:
+            raise SettingsError(
+                f"model.path: the adapter in {checkpoint.folder} belongs to a base model with "
+                f"sha256 {wanted}, and {self._base} has {self._base_sha256}: put that model back"
+            )
 
     @property
     def _is_quantised(self) -> bool:
@@ -232,4 +265,14 @@ class Store:
             dtype=self._configuration.model.dtype,
             folder=folder,
             state=training.saving.whole_weights(),
+        )
+
+    def _write_adapter(self, training: Training, folder: Path) -> WeightsFolder:
+        assert self._lora is not None
+        return write_adapter(
+            adapter_tensors(training.model),
+            lora=self._lora,
+            base=self._base,
+            base_sha256=self._base_sha256,
+            folder=folder,
         )

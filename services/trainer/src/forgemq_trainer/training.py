@@ -118,12 +118,7 @@ class Training:
         self._device = torch.device(device)
         folder = Path(configuration.model.path) if checkpoint is None else checkpoint.folder
         self._model: WholeModel | ShardedModel = (
-            WholeModel(
-                folder,
-                configuration,
-                device=device,
-                head_folder=_head_folder(configuration, checkpoint),
-            )
+            WholeModel(configuration, checkpoint, device=device)
             if isinstance(ranks, Alone)
             else ShardedModel(folder, configuration, ranks=ranks, device=device)
         )
@@ -347,16 +342,6 @@ class Training:
         check_expert_routes(forest, policy.shape)
         if forest.tokens_N.min() < 0 or forest.tokens_N.max() >= vocabulary:
             raise InvalidTreeError(f"tokens: ids must be in 0..{vocabulary - 1}")
-
-
-def _head_folder(configuration: RunConfiguration, checkpoint: Checkpoint | None) -> Path | None:
-    """Of the draft head to continue with; None if the run trains none."""
-    speculation = configuration.speculation
-    if speculation is None or not speculation.is_trained:
-        return None
-    if checkpoint is None:
-        return Path(speculation.head)
-    return checkpoint.head_folder
 
 
 def _current_device(device: torch.device) -> AbstractContextManager[object]:

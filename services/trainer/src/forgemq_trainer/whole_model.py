@@ -1,13 +1,17 @@
 """The model of a trainer with one rank: whole, on one device."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from forgemq_contracts.lora import Lora
 from forgemq_contracts.run import RunConfiguration
+from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.forward import PolicyModel
+from forgemq_trainer.core.low_rank import add_adapters, fill_adapters, merged_weights
 from forgemq_trainer.core.memory import Microbatch, plan_step
 from forgemq_trainer.core.optimizer import Updater
 from forgemq_trainer.core.reference import read_forests, read_logprobs, with_references
@@ -16,12 +20,15 @@ from forgemq_trainer.core.tree import Floats, Forest
 from forgemq_trainer.head_training import HeadTraining
 from forgemq_trainer.heap import suit_heap
 from forgemq_trainer.model import LoadedModel, load_model
-from forgemq_trainer.storage.checkpoint import OPTIMIZER_FILE
+from forgemq_trainer.storage.adapters import read_adapter
+from forgemq_trainer.storage.checkpoint import OPTIMIZER_FILE, Checkpoint
 from forgemq_trainer.storage.optimizer_state import RANDOM_STATE, whole_parts, write_state_part
 
 
 class WholeModel:
     """The model, its optimizer, the reference's model if the loss has one, and a draft head.
+
+    With adapters the model is frozen, and the optimizer is theirs.
 
     Attributes:
         head: None if the run has no speculation.
@@ -29,14 +36,15 @@ class WholeModel:
 
     def __init__(
         self,
-        folder: Path,
         configuration: RunConfiguration,
+        checkpoint: Checkpoint | None,
         *,
         device: str,
-        head_folder: Path | None = None,
     ) -> None:
-        """Load the model in a folder of Hugging Face format, and the head in another."""
-        loaded = load_model(folder, dtype=configuration.model.dtype, device=device)
+        """Load what a checkpoint holds, and from the run's own folders what it does not."""
+        loaded = _load_policy(configuration, checkpoint, device=device)
+        head_folder = _head_folder(configuration, checkpoint)
+        self._is_adapted = configuration.lora is not None
         self.module = loaded.model
         self.head = _load_head(head_folder, loaded, configuration)
         self.policy = loaded.policy if self.head is None else self.head.policy
@@ -100,8 +108,8 @@ class WholeModel:
         """Do nothing: no thread of this model writes."""
 
     def whole_weights(self) -> dict[str, Tensor] | None:
-        """None: `module` holds all weights itself."""
-        return None
+        """With adapters merged; None without any, as `module` holds all weights itself."""
+        return merged_weights(self.module) if self._is_adapted else None
 
     def plan(self, forests: Sequence[Forest]) -> tuple[Microbatch, ...]:
         """The microbatches of a step over these trees.
@@ -116,6 +124,46 @@ class WholeModel:
             head_chunk=self._trainer.head_chunk_tokens,
             carried="path",
         )
+
+
+def _load_policy(
+    configuration: RunConfiguration, checkpoint: Checkpoint | None, *, device: str
+) -> LoadedModel:
+    """The policy of the checkpoint, or of a new run; with adapters the base model is the run's."""
+    model, lora = configuration.model, configuration.lora
+    is_whole = checkpoint is not None and lora is None
+    folder = checkpoint.folder if checkpoint is not None and is_whole else Path(model.path)
+    loaded = load_model(folder, dtype=model.dtype, device=device)
+    if lora is None:
+        return loaded
+    loaded = with_adapters(loaded, lora, seed=configuration.seed)
+    if checkpoint is not None:
+        fill_adapters(loaded.model, read_adapter(checkpoint.adapter_folder))
+    return loaded
+
+
+def with_adapters(loaded: LoadedModel, lora: Lora, *, seed: int) -> LoadedModel:
+    """The same model, frozen in place, with new adapters.
+
+    Raises:
+        SettingsError: A target is no linear layer of this model.
+    """
+    try:
+        adapters = add_adapters(loaded.model, lora, seed=seed)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    policy = loaded.policy
+    return replace(loaded, policy=replace(policy, shape=replace(policy.shape, adapters=adapters)))
+
+
+def _head_folder(configuration: RunConfiguration, checkpoint: Checkpoint | None) -> Path | None:
+    """Of the draft head to continue with; None if the run trains none."""
+    speculation = configuration.speculation
+    if speculation is None or not speculation.is_trained:
+        return None
+    if checkpoint is None:
+        return Path(speculation.head)
+    return checkpoint.head_folder
 
 
 def _load_head(

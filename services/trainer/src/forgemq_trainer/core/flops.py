@@ -7,6 +7,10 @@ visits, H width, V vocabulary, r rows of the head; the optimizer is excluded. A 
 counts 2 for each multiplication. So 6 is a forward and two gradients (Kaplan et al., arXiv
 2001.08361, section 2.1); 14 is two products forward and five backward, as flash attention computes
 scores again (Dao, arXiv 2307.08691, section 4.1); 8 is forward, forward again and two gradients.
+
+Of a frozen model with adapters of A weights, the gradients of W and of the head are not computed:
+
+    (4 W + 6 A) t + 14 Q L p + 6 H V r
 """
 
 from collections.abc import Sequence
@@ -54,10 +58,12 @@ def flops(shape: ModelShape, *, tokens: int, pairs: int, rows: int) -> Flops:
     """FLOPs by the formula of this module."""
     layer = 2 * shape.hidden * (shape.query_size + shape.key_size)
     layer += 3 * shape.hidden * shape.mlp_size + shape.hidden * shape.experts
+    adapters = shape.adapters
+    trained = 6.0 * layer if adapters is None else 4.0 * layer + 6.0 * adapters.parameters
     return Flops(
-        weights=6.0 * shape.layers * layer * tokens,
+        weights=shape.layers * trained * tokens,
         attention=14.0 * shape.layers * shape.query_size * pairs,
-        head=8.0 * shape.hidden * shape.vocabulary * rows,
+        head=(8.0 if adapters is None else 6.0) * shape.hidden * shape.vocabulary * rows,
     )
 
 

@@ -153,7 +153,8 @@ class _ChunkedHead(torch.autograd.Function):
         wide = lse_R.dtype
         head = head_VH.to(wide)
         hidden_grad = torch.empty_like(hidden_RH)
-        head_grad = torch.zeros_like(head)
+        # The head of a frozen model has no gradient.
+        head_grad = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
         # d logprob / d logits = onehot(target) - softmax(logits), hence for a row with gradients
         # g_j: sum_j g_j onehot(target_j) - (sum_j g_j) softmax. Logits are computed again: kept
         # from forward they would take V values a row.
@@ -168,8 +169,10 @@ class _ChunkedHead(torch.autograd.Function):
             slope.mul_(scale_R[rows, None])
             with products_of(hidden_RH.dtype):
                 hidden_grad[rows] = (slope @ head).to(hidden_grad.dtype)
-                head_grad.addmm_(slope.t(), hidden)
-        return hidden_grad, head_grad.to(head_VH.dtype), None, None
+                if head_grad is not None:
+                    head_grad.addmm_(slope.t(), hidden)
+        rounded = None if head_grad is None else head_grad.to(head_VH.dtype)
+        return hidden_grad, rounded, None, None
 
 
 def _chunk_bounds(row_J: Tensor, *, rows: int, chunk: int) -> list[tuple[slice, slice]]:

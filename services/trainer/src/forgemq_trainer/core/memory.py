@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from forgemq_trainer.core.draft_memory import DraftShape
+from forgemq_trainer.core.low_rank import AdapterShape
 from forgemq_trainer.core.peak import Peak
 from forgemq_trainer.core.tree import Forest
 
@@ -52,6 +53,7 @@ class ModelShape:
         is_head_tied: True if the head's weights are the embedding's.
         slot_multiple: A carry's slots are rounded up to a multiple of this, for the attention.
         draft: Of the draft head that trains beside the model; None without one.
+        adapters: That train in place of the model's own weights; None if these train.
     """
 
     layers: int
@@ -68,6 +70,7 @@ class ModelShape:
     is_head_tied: bool = False
     slot_multiple: int = 1
     draft: DraftShape | None = None
+    adapters: AdapterShape | None = None
 
     def saved_bytes_per_token(self, *, is_carried: bool) -> int:
         """Bytes that autograd keeps of one token between forward and backward, in all layers.
@@ -76,13 +79,17 @@ class ModelShape:
         projection; keys and values, unless they lie in a carry; gate, up, product. With experts
         also the gate's activation, the router's probabilities of all of them, and for each chosen
         one its input, output and weight (and the weight again in the order of the experts),
-        indices, and the expert route of the engine if there is one.
+        indices, and the expert route of the engine if there is one. Of a frozen model less
+        (`AdapterShape.unkept_values`); experts count in full, which is an upper bound.
         """
         heads = 3 * self.query_size + (0 if is_carried else 2 * self.key_size)
         heads += self.query_size + self.key_size if self.is_head_normed else 0
         chosen = self.experts_per_token * 2 * self.hidden
         gated = (4 if self.experts else 3) * self.mlp_size
         values = 4 * self.hidden + heads + gated + chosen
+        if self.adapters is not None:
+            mlp_size = 0 if self.experts else self.mlp_size
+            values -= self.adapters.unkept_values(self.hidden, self.query_size, mlp_size)
         weights = (self.experts + 2 * self.experts_per_token) * self.wide_bytes
         routes = weights + self.experts_per_token * (ROUTE_BYTES + self.expert_index_bytes)
         return self.layers * (values * self.value_bytes + routes)
@@ -115,7 +122,8 @@ class ModelShape:
         row = self.hidden * self.value_bytes
         held = 3 if is_carried or self.draft else 2
         kept = self.saved_bytes_per_token(is_carried=is_carried) + held * row
-        head_grad = self.vocabulary * row if self.is_head_tied else 0
+        is_frozen = self.adapters is not None
+        head_grad = self.vocabulary * row if self.is_head_tied and not is_frozen else 0
         input_grad = self.mlp_size * self.value_bytes
         width = self.mlp_size
         if self.experts:
@@ -123,7 +131,10 @@ class ModelShape:
         return (
             Peak(fixed_bytes=self.head_bytes(chunk=chunk), token_bytes=kept + 2 * row),
             Peak(fixed_bytes=head_grad, token_bytes=kept + self.inner_bytes_per_token),
-            Peak(fixed_bytes=head_grad + width * row, token_bytes=kept + input_grad),
+            Peak(
+                fixed_bytes=0 if is_frozen else head_grad + width * row,
+                token_bytes=kept + input_grad,
+            ),
             *(self.draft.peaks(chunk=chunk, is_carried=is_carried) if self.draft else ()),
         )
 
@@ -171,8 +182,12 @@ class ModelShape:
         Forward: logits of a chunk and two temporaries. Backward: the weights' gradient, and the
         logits' gradients of two chunks, as one is freed only when the next exists. A narrow dtype
         adds the widened weights throughout and, at the end, the rounded gradient beside one chunk.
+        The head of a frozen model has no gradient.
         """
         logits = chunk * self.vocabulary * self.wide_bytes
+        if self.adapters is not None:
+            widened = self.value_bytes < self.wide_bytes
+            return 3 * logits + widened * self.hidden * self.vocabulary * self.wide_bytes
         weights = self.hidden * self.vocabulary * self.wide_bytes
         if self.value_bytes == self.wide_bytes:
             return max(3 * logits, 2 * logits + weights)

@@ -54,11 +54,18 @@ def adamw(
 
 
 class Updater:
-    """Owns the optimizer's state. Backward adds gradients, then `update` applies and drops them."""
+    """Owns the optimizer's state of the parameters that train; frozen ones have none.
+
+    Backward adds gradients, then `update` applies and drops them.
+    """
 
     def __init__(self, model: nn.Module, settings: Optimizer) -> None:
         self._settings = settings
-        self._parameters = dict(model.named_parameters())
+        self._parameters = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
         self._masters = {name: _master(parameter) for name, parameter in self._parameters.items()}
         for name, parameter in self._parameters.items():
             if self._masters[name] is not parameter:

@@ -4,8 +4,9 @@ One folder for each step, `step-00000041`: the model's files, `optimizer/state.s
 (moments, counts, fp32 masters, random state) and `trainer.json` (the record below); of a run with
 speculation also a folder `head` with a draft head and its optimizer. Each of several ranks writes
 its part of the state itself, `optimizer/part-00000.safetensors` and so on; any number of ranks
-reads either. A checkpoint is read back from the disk and its checksums verified before
-trained-steps names it, and again on loading.
+reads either. Of a run with adapters there is a folder `adapter` in place of the model's files, and
+the record has the base model's checksum. A checkpoint is read back from the disk and its checksums
+verified before trained-steps names it, and again on loading.
 
 If a checkpoint is damaged and the log does not name it, the previous one is used. If the log names
 it, the trainer stops (`PreviousLives.next_lineage`): the trees of the steps after the previous one
@@ -25,6 +26,7 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.run_changes import check_changes
 from forgemq_contracts.steps import TrainedStep
 from forgemq_settings.environment import SettingsError
+from forgemq_trainer.storage.adapters import ADAPTER_FILE, link_adapter
 from forgemq_trainer.storage.folders import file_sha256, forget_cached, remove_folder, write_folder
 from forgemq_trainer.storage.heads import fill_head
 from forgemq_trainer.storage.optimizer_state import (
@@ -41,6 +43,7 @@ _FILE_BESIDE_MODEL = "optimizer.safetensors"
 """Where earlier builds wrote it; their checkpoints are read too."""
 RECORD_FILE = "trainer.json"
 HEAD_FOLDER = "head"
+ADAPTER_FOLDER = "adapter"
 _HASHED_AT_ONCE = 8
 """Files of a checkpoint; one thread hashes about 1.5 GB/s, and a disk may read more."""
 
@@ -95,11 +98,12 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         trained: The record of its step, to be written again if the log lacks it.
         configuration: The run's when it was saved.
         tree_positions: (partition, offset) of merged-trees from which to read on.
-        weights_sha256: Of the model's file.
+        weights_sha256: Of the model's file; with an adapter, of the base model.
         optimizer_sha256: Of the optimizer's file; "" if there are parts.
         optimizer_parts: The optimizer's files if several ranks wrote them.
         head_sha256: Of the draft head's file; "" without one.
         head_optimizer_sha256: Of the file of its optimizer.
+        adapter_sha256: Of the adapter's file; "" if the checkpoint has a whole model.
     """
 
     run: str
@@ -110,6 +114,7 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     optimizer_sha256: str
     head_sha256: str = ""
     head_optimizer_sha256: str = ""
+    adapter_sha256: str = ""
     optimizer_parts: tuple[OptimizerPart, ...] = ()
 
     @property
@@ -121,7 +126,11 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
     def sha256_of_file(self) -> dict[str, str]:
         """The checksum of each file of tensors, by its path in the checkpoint's folder."""
-        files = {WEIGHTS_FILE: self.weights_sha256, **self.optimizer_sha256_of_file}
+        files = dict(self.optimizer_sha256_of_file)
+        if self.adapter_sha256:
+            files[f"{ADAPTER_FOLDER}/{ADAPTER_FILE}"] = self.adapter_sha256
+        else:
+            files[WEIGHTS_FILE] = self.weights_sha256
         if self.head_sha256:
             files[f"{HEAD_FOLDER}/{WEIGHTS_FILE}"] = self.head_sha256
             files[f"{HEAD_FOLDER}/{OPTIMIZER_FILE}"] = self.head_optimizer_sha256
@@ -162,6 +171,11 @@ class Checkpoint:
     def head_folder(self) -> Path:
         """Of its draft head, which is there if the run has speculation."""
         return self.folder / HEAD_FOLDER
+
+    @property
+    def adapter_folder(self) -> Path:
+        """Of its adapter, which is there in place of a model if the run trains one."""
+        return self.folder / ADAPTER_FOLDER
 
     def head_optimizer_state(self) -> StoredState:
         """The state of the draft head's optimizer."""
@@ -221,7 +235,10 @@ def write_checkpoint(
     optimizer: dict[str, str] = {}
 
     def fill(draft: Path) -> None:
-        link_model(weights.folder, draft)
+        if weights.is_adapter:
+            link_adapter(weights.folder, draft / ADAPTER_FOLDER)
+        else:
+            link_model(weights.folder, draft)
         (draft / OPTIMIZER_FILE).parent.mkdir()
         optimizer.update(write_optimizer(draft))
         if head is not None:
@@ -231,7 +248,7 @@ def write_checkpoint(
             trained=state.trained,
             configuration=state.configuration,
             tree_positions=state.tree_positions,
-            weights_sha256=weights.sha256,
+            weights_sha256=weights.base_sha256 if weights.is_adapter else weights.sha256,
             optimizer_sha256=optimizer.get(OPTIMIZER_FILE, ""),
             optimizer_parts=tuple(
                 OptimizerPart(file=file, sha256=sha256)
@@ -242,6 +259,7 @@ def write_checkpoint(
             head_optimizer_sha256=""
             if head is None
             else file_sha256(draft / HEAD_FOLDER / OPTIMIZER_FILE),
+            adapter_sha256=weights.sha256 if weights.is_adapter else "",
         )
         encoded = msgspec.json.encode(record)
         sealed = _SealedRecord(record=msgspec.Raw(encoded), sha256=_sha256(encoded))

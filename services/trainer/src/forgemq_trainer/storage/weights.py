@@ -31,8 +31,10 @@ class WeightsFolder:
         folder: That this process reads.
         uri: That engines read: the same folder, or its copy in an object store; of a delta, the
             newest full copy there.
-        base_sha256: Of a delta, that of the full copy; "" without one.
+        base_sha256: Of a delta, that of the full copy; of an adapter, that of the base model; else
+            "".
         deltas: What makes these weights of those at `uri`; () if they are the same.
+        is_adapter: They are an adapter's, and the file is the adapter's.
     """
 
     folder: Path
@@ -41,6 +43,7 @@ class WeightsFolder:
     size_bytes: int
     base_sha256: str = ""
     deltas: tuple[WeightsDelta, ...] = ()
+    is_adapter: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,44 @@
+"""What a run with adapters must and must not have."""
+
+from forgemq_contracts.lane_engines import is_paired
+from forgemq_contracts.run import RunConfiguration
+
+
+def check_lora(configuration: RunConfiguration) -> None:
+    """Refuse what a run with adapters cannot do.
+
+    Raises:
+        ValueError: Names the field and the rule.
+    """
+    lora = configuration.lora
+    if lora is None:
+        return
+    if len(set(lora.targets)) != len(lora.targets):
+        raise ValueError(f"lora.targets must name each layer once, got {list(lora.targets)}")
+    if configuration.trainer.world_size > 1:
+        raise ValueError(
+            "trainer.world_size must be 1 with lora: adapters train on the rank that holds the "
+            f"whole model, got {configuration.trainer.world_size}"
+        )
+    if configuration.speculation is not None and configuration.speculation.is_trained:
+        raise ValueError(
+            "speculation.head must be left out with lora: nobody has tried a draft head that "
+            "trains beside adapters"
+        )
+    if lora.publish == "adapter":
+        _check_engines(configuration)
+
+
+def _check_engines(configuration: RunConfiguration) -> None:
+    beside = {
+        "speculation": configuration.speculation is not None,
+        "pool": configuration.pool is not None,
+        "lanes.prefill": any(map(is_paired, configuration.lanes)),
+        "model.engine_quantization": configuration.model.engine_quantization != "none",
+    }
+    for field, is_given in beside.items():
+        if is_given:
+            raise ValueError(
+                f"{field} must be left out if lora.publish is adapter: nobody has tried them "
+                'together; lora.publish = "merged" works with it'
+            )
