@@ -212,17 +212,20 @@ class LaneScene:
         sampled: tuple[SampledParameter, ...] = (),
         durable_before: Path | None = None,
     ) -> None:
-        """Publish the weights in a folder.
+        """Publish the weights in a folder, which may be an adapter's.
 
         They are not durable yet if `durable_before` has earlier ones with the same tensors.
         """
-        data = (folder / "model.safetensors").read_bytes()
+        adapter = folder / "adapter_model.safetensors"
+        is_adapter = adapter.exists()
+        data = (adapter if is_adapter else folder / "model.safetensors").read_bytes()
         record = PublishedWeights(
             lineage=lineage,
             version=version,
             sha256=sha256 or hashlib.sha256(data).hexdigest(),
             uri=str(durable_before or folder),
             size_bytes=len(data),
+            kind="adapter" if is_adapter else "full",
             fast_paths=fast_paths,
             deadline_s=deadline_s,
             head=None if head is None else published_head(head),

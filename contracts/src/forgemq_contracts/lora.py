@@ -34,7 +34,7 @@ class Lora(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
             description="adapter: engines load the adapter beside the base model. merged: the "
             "trainer adds B A to W and publishes all weights, as without adapters."
         ),
-    ] = "merged"
+    ] = "adapter"
 
     @property
     def scale(self) -> float:

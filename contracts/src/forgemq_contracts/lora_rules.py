@@ -1,6 +1,6 @@
 """What a run with adapters must and must not have."""
 
-from forgemq_contracts.lane_engines import is_paired
+from forgemq_contracts.lane_engines import is_paired, shapes_of
 from forgemq_contracts.run import RunConfiguration
 
 
@@ -34,6 +34,11 @@ def _check_engines(configuration: RunConfiguration) -> None:
         "speculation": configuration.speculation is not None,
         "pool": configuration.pool is not None,
         "lanes.prefill": any(map(is_paired, configuration.lanes)),
+        "lanes.attention_data_parallel": any(
+            shape.attention_data_parallel > 1
+            for lane in configuration.lanes
+            for shape in shapes_of(lane)
+        ),
         "model.engine_quantization": configuration.model.engine_quantization != "none",
     }
     for field, is_given in beside.items():

@@ -103,12 +103,13 @@ class PublishedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind: Annotated[
         Literal["full", "delta", "adapter"],
         Meta(
-            description="delta: `uri` has older weights, of which `deltas` make these. No adapter "
-            "is published."
+            description="delta: `uri` has older weights, of which `deltas` make these. adapter: "
+            "`uri` has an adapter of the base model, in the form of the package peft."
         ),
     ] = "full"
     base_sha256: Annotated[
-        Sha256 | None, Meta(description="Of a delta: of the safetensors file at `uri`.")
+        Sha256 | None,
+        Meta(description="Of a delta: of the file at `uri`. Of an adapter: of the base model."),
     ] = None
     deltas: Annotated[
         tuple[WeightsDelta, ...],

@@ -1,5 +1,6 @@
 """The trainer as a service in a run with adapters: what it publishes, and where it goes on."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ from forgemq_contracts.lora import Lora
 from forgemq_contracts.steps import ScheduledStep
 from forgemq_contracts.trees import MergedTree
 from forgemq_settings.environment import SettingsError
+from forgemq_trainer.merge_adapter import MergeError, merge_adapter
 from forgemq_trainer.storage.folders import file_sha256
 from tests.unit.trainer.bench import Bench, memory_bench
 from tests.unit.trainer.scene import agent_samples, make_model, merge, scheduled_step
@@ -111,6 +113,25 @@ async def test_merged_versions_are_the_base_and_the_adapter_in_the_checkpoint(
         torch.testing.assert_close(value, base[name] + 2.0 * product, rtol=0, atol=1e-7)
         changed += not torch.equal(value, base[name])
     assert changed == 14
+
+
+async def test_the_merged_export_of_a_checkpoint_has_the_tensors_that_engines_were_given(
+    tmp_path: Path,
+) -> None:
+    bench = await adapter_bench(tmp_path, "merged")
+    await bench.train(until=1)
+    *_, newest = await bench.published()
+    adapter, exported = checkpoint(bench, 1) / "adapter", tmp_path / "exported"
+    assert merge_adapter(adapter, exported) == 14
+    given = load_file(Path(newest.uri) / "model.safetensors")
+    found = load_file(exported / "model.safetensors")
+    assert found.keys() == given.keys()
+    assert all(torch.equal(found[name], given[name]) for name in found)
+    assert sorted(os.listdir(exported)) == sorted(os.listdir(bench.configuration.model.path))
+    with pytest.raises(MergeError, match="exists; name another folder"):
+        merge_adapter(adapter, exported)
+    with pytest.raises(MergeError, match="has no adapter"):
+        merge_adapter(tmp_path, tmp_path / "other")
 
 
 async def test_an_adapter_goes_on_only_with_its_own_base_model(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from forgemq_sglang_cpu import pair
+from forgemq_sglang_cpu.adapters import EngineAdapters, adapter_arguments
 from forgemq_sglang_cpu.plugin import FP8_BLOCKS_VARIABLE, WEIGHT_GROUP_TIMEOUT_VARIABLE
 from forgemq_sglang_cpu.pool import EnginePool, arguments
 
@@ -50,6 +51,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
         weight_bytes_per_s_min: Least rate at which they arrive; their size adds to the wait. As the
             trainer's settings `transfer_deadline_s` and `transfer_bytes_per_s_min`.
         pool: That the server shares with others; None: it keeps K/V in its own memory only.
+        adapters: That the server can load beside its model; None for none.
         head: Folder of a draft head that guesses tokens ahead of the model; "" for none.
         draft_model: Folder of a small model that guesses instead; "" for none.
         draft_steps: Tokens guessed before each pass of the model.
@@ -71,6 +73,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     weight_group_timeout_s: float = 30.0
     weight_bytes_per_s_min: float = 2e8
     pool: EnginePool | None = None
+    adapters: EngineAdapters | None = None
     head: str = ""
     draft_model: str = ""
     draft_steps: int = 3
@@ -109,6 +112,8 @@ def command_line(
         command += ["--quantization", "fp8"]
     if options.pool is not None:
         command += arguments(options.pool, has_gpu=options.has_gpu)
+    if options.adapters is not None:
+        command += adapter_arguments(options.adapters, has_gpu=options.has_gpu)
     command += pair.arguments(
         options.role, has_gpu=options.has_gpu, bootstrap_port=options.bootstrap_port
     )

@@ -25,6 +25,12 @@ _NAME_WEIGHTS = "sglang.srt.managers.scheduler.Scheduler.record_weight_version_c
 _CHECK_FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 _CHOOSE_FP8_LINEAR = "sglang.srt.layers.quantization.fp8.dispatch_w8a8_block_fp8_linear"
 _FP8_DTYPES = "sglang.srt.layers.quantization.fp8.Fp8Config.get_supported_act_dtypes"
+_CAN_SCHEDULE = "sglang.srt.managers.scheduler.Scheduler.can_schedule_lora_req"
+_LOAD_ADAPTER = "sglang.srt.managers.scheduler.Scheduler.load_lora_adapter"
+_PINS_FOR_ADAPTERS = (
+    "sglang.srt.lora.lora_manager.LoRAManager.__init__",
+    "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch",
+)
 _JOIN_WEIGHT_GROUP = (
     "sglang.srt.model_executor.model_runner_components.weight_updater.init_custom_process_group"
 )
@@ -43,7 +49,16 @@ def register_hooks() -> None:
     """Register the hooks that this machine and environment need."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from forgemq_sglang_cpu import fp8_linear, host_cache, page_hashes, pair, pool, repetition
+    from forgemq_sglang_cpu import (
+        adapters,
+        fp8_linear,
+        host_cache,
+        page_hashes,
+        pair,
+        pool,
+        repetition,
+        unpinned,
+    )
 
     if activate() is not None:
         # SGLang's host pools always pin their memory, which fails without an accelerator.
@@ -52,10 +67,14 @@ def register_hooks() -> None:
         HookRegistry.register(_MAKE_HOST_CACHE, host_cache.prepare, HookType.BEFORE)
         # A Triton kernel that moves K/V between the branches of a tree; a chain has none.
         HookRegistry.register(_PREPARE_KV_COPY, _leave_unprepared, HookType.REPLACE)
+        for pinning in _PINS_FOR_ADAPTERS:
+            HookRegistry.register(pinning, unpinned.leave_unpinned, HookType.AROUND)
         HookRegistry.register(_MAKE_PREFILL_QUEUE, pair.number_pages_unpinned, HookType.AFTER)
         if os.environ.get(FP8_BLOCKS_VARIABLE):  # noqa: TID251 (a plugin's only input)
             HookRegistry.register(_CHOOSE_FP8_LINEAR, fp8_linear.choose, HookType.REPLACE)
             HookRegistry.register(_FP8_DTYPES, fp8_linear.with_float32, HookType.AFTER)
+    HookRegistry.register(_CAN_SCHEDULE, adapters.run_with_newest, HookType.BEFORE)
+    HookRegistry.register(_LOAD_ADAPTER, adapters.name_followed, HookType.AFTER)
     HookRegistry.register(_PAUSE, pair.take_what_has_come, HookType.BEFORE)
     HookRegistry.register(_NAME_WEIGHTS, pair.note_versions_of_held, HookType.BEFORE)
     HookRegistry.register(_LOOK_FOR_PREFIX, pool.file_under_own_weights, HookType.BEFORE)

@@ -25,6 +25,7 @@ Published: TypeAlias = PublishedWeights | PublishedHead
 """What has a durable copy."""
 
 WEIGHTS_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
 _SHA256 = re.compile("[0-9a-f]{64}")
 _CHUNK_BYTES = 8 * 2**20
 """Read at once for a checksum: large enough for the disk's full speed."""
@@ -132,7 +133,7 @@ class DurableCopies:
 
     def _checked(self, folder: Path, sha256: str) -> Path:
         if self._verified_sha256 != sha256:
-            _verify(folder / WEIGHTS_FILE, sha256)
+            _verify(_tensors_file(folder), sha256)
             self._verified_sha256 = sha256
         return folder
 
@@ -175,6 +176,11 @@ def _tensors(uri: str) -> tuple[TensorSpec, ...]:
             return tensor_specs(start + file.read(header_bytes(start) - len(start)))
     except (OSError, ValueError) as error:
         raise DurableCopyError(f"{uri}: {error}") from error
+
+
+def _tensors_file(folder: Path) -> Path:
+    adapter = folder / ADAPTER_FILE
+    return adapter if adapter.exists() else folder / WEIGHTS_FILE
 
 
 def _patch(weights: Path, delta_uri: str) -> None:

@@ -113,6 +113,11 @@ class _Success(msgspec.Struct, frozen=True):
     message: str = ""
 
 
+class _LoadedAdapters(msgspec.Struct, frozen=True):
+    success: bool
+    loaded_adapters: dict[str, str] = {}
+
+
 class Engine:
     """One engine at one address.
 
@@ -294,6 +299,16 @@ class Engine:
             "flush_cache": True,
         }
         await self._succeed("/update_weights_from_disk", body, timeout_s=timeout_s)
+
+    async def load_adapter(self, folder: str, *, name: str, timeout_s: float) -> dict[str, str]:
+        """Load an adapter beside the model; returns what the engine says of all it has, by name."""
+        body = {"lora_name": name, "lora_path": folder}
+        data = await self._request("POST", "/load_lora_adapter", body, timeout_s=timeout_s)
+        return _decoded(data, _LoadedAdapters).loaded_adapters
+
+    async def unload_adapter(self, name: str) -> None:
+        """Drop an adapter that no request was sent with; raises EngineRefusedError without it."""
+        await self._request("POST", "/unload_lora_adapter", {"lora_name": name})
 
     async def checksums(self, leave_out: Sequence[str]) -> list[RankChecksums]:
         """Checksums of the policy's parameters, of each process of the engine.

@@ -18,6 +18,7 @@ from typing import Literal, TypeAlias, assert_never
 from msgspec import Struct
 
 from forgemq_contracts.weights import PublishedHead, PublishedWeights, Rendezvous
+from forgemq_inference.adapter_load import load_adapter
 from forgemq_inference.core.weights import (
     BROKEN_NAME,
     DurableLoad,
@@ -30,11 +31,7 @@ from forgemq_inference.core.weights import (
     WeightsState,
 )
 from forgemq_inference.durable import Copies, DurableCopyError
-from forgemq_inference.engine import (
-    BucketPlace,
-    EngineError,
-    EngineRefusedError,
-)
+from forgemq_inference.engine import BucketPlace, EngineError, EngineRefusedError
 from forgemq_inference.engine_pair import LaneEngine
 from forgemq_inference.fast_path_receipt import Receipt, ReceivedSession
 from forgemq_inference.head_payloads import head_payloads
@@ -341,7 +338,10 @@ class WeightLoader:
         self._state.note_broken()
         named = BROKEN_NAME if folders.head else name
         timeout_s = self._durable_timeout_s
-        await self._engine.load_folder(str(folders.policy), name=named, timeout_s=timeout_s)
+        if published.kind == "adapter":
+            await load_adapter(self._engine, folders.policy, name=name, timeout_s=timeout_s)
+        else:
+            await self._engine.load_folder(str(folders.policy), name=named, timeout_s=timeout_s)
         if folders.head is not None:
             await self._load_head(*folders.head, name=name)
         served = (await self._engine.model_info()).weight_version

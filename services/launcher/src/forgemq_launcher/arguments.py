@@ -67,6 +67,13 @@ def _parser() -> argparse.ArgumentParser:
     head.add_argument("model", type=Path, metavar="MODEL", help="folder in Hugging Face format")
     head.add_argument("folder", type=Path, metavar="FOLDER", help="made; has no head yet")
     head.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    merge = commands.add_parser(
+        "merge",
+        help="write a model with an adapter that a run trained in its weights",
+        description="The base model is the one that the adapter's adapter_config.json names.",
+    )
+    merge.add_argument("adapter", type=Path, metavar="ADAPTER", help="e.g. of a run's checkpoint")
+    merge.add_argument("folder", type=Path, metavar="FOLDER", help="made; must not exist")
     _add_looks(commands)
     return parser
 

@@ -97,7 +97,7 @@ def _command(
             return start(options, settings=settings, environ=environ, console=console)
         case "create":
             return _create(options, environ=environ, console=console)
-        case "resolve" | "plan" | "new-head":
+        case "resolve" | "plan" | "new-head" | "merge":
             return _without_run(options, environ=environ, console=console)
         case "runs":
             return asyncio.run(list_runs(run_folders(runs), environ, console))
@@ -122,6 +122,8 @@ def _without_run(
             return _resolve(options, environ=environ)
         case "plan":
             return _plan(options, environ=environ, console=console)
+        case "merge":
+            return _merge(options, console=console)
         case _:
             return _new_head(options, console=console)
 
@@ -142,6 +144,14 @@ def _new_head(options: argparse.Namespace, *, console: Console) -> int:
 
     count = write_new_head(options.model, options.folder, seed=options.seed)
     _print_plain(console, f"a head of {count} numbers in {options.folder}")
+    return exit_status.OK
+
+
+def _merge(options: argparse.Namespace, *, console: Console) -> int:
+    from forgemq_launcher.commands.merging import merge_adapter
+
+    merged = merge_adapter(options.adapter, options.folder)
+    _print_plain(console, f"{merged} in {options.folder}")
     return exit_status.OK
 
 

@@ -132,7 +132,7 @@ class WeightsState:
 
     def observe(self, published: PublishedWeights) -> bool:
         """Note a publication; True if it is the newest so far, or the newest one's durable copy."""
-        if published.kind == "adapter" or not self._is_news(published):
+        if not self._is_news(published):
             return False
         self._newest = published
         # A version may come without a head: then that of the version before it stays.

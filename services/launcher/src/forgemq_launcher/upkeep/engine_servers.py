@@ -14,12 +14,14 @@ from forgemq_contracts.lane_engines import (
     is_paired,
     shapes_of,
 )
+from forgemq_contracts.lora import publishes_adapters
 from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.core.engine_spread import ModelSizes, check_spread
 from forgemq_launcher.core.gpus import engine_gpus, visible_gpus
 from forgemq_launcher.upkeep.engine_model import model_of_engines
 from forgemq_launcher.upkeep.machine import MachineError, installed_gpus
 from forgemq_settings.user_code import for_user_code
+from forgemq_sglang_cpu.adapters import EngineAdapters
 from forgemq_sglang_cpu.options import EngineOptions, is_mixture
 from forgemq_sglang_cpu.pair import EXPERTS_REFUSAL, Role
 from forgemq_sglang_cpu.pool import EnginePool
@@ -275,6 +277,9 @@ def _config_of(configuration: RunConfiguration) -> Path:
 
 def _usual_options(configuration: RunConfiguration) -> EngineOptions:
     """What the run asks of each of its engines, on any machine."""
+    lora = configuration.lora
+    if lora is not None and publishes_adapters(lora):
+        return EngineOptions(adapters=EngineAdapters(rank=lora.rank, targets=lora.targets))
     if configuration.speculation is None:
         return EngineOptions()
     speculation = configuration.speculation

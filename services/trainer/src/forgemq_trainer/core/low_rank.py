@@ -42,12 +42,6 @@ class AdaptedLinear(nn.Module):
         low_TR = functional.linear(input_TI, self.a_RI) * self.scale
         return output_TO.add_(functional.linear(low_TR, self.b_OR))
 
-    def merged(self) -> Tensor:
-        """W + scale B A, [O, I], added in at least fp32 and rounded once to the dtype of W."""
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        product_OI = self.b_OR.to(wide) @ self.a_RI.to(wide)
-        return product_OI.mul_(self.scale).add_(self.weight).to(self.weight.dtype)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterShape:
@@ -129,8 +123,8 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The factors of all adapters, by their names in the adapter's file."""
     tensors: dict[str, Tensor] = {}
     for name, layer in _adapted(model):
-        tensors[_KEY.format(layer=name, factor="A")] = layer.a_RI.detach()
-        tensors[_KEY.format(layer=name, factor="B")] = layer.b_OR.detach()
+        a_name, b_name = factor_names(name)
+        tensors |= {a_name: layer.a_RI.detach(), b_name: layer.b_OR.detach()}
     return tensors
 
 
@@ -158,10 +152,23 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
         if layer not in adapted:
             weights[name] = value
         elif field == "weight":
-            weights[name] = adapted[layer].merged()
+            own = adapted[layer]
+            weights[name] = merged_weight(value, own.a_RI, own.b_OR, scale=own.scale)
         elif field == "bias":
             weights[name] = value
     return weights
+
+
+def merged_weight(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, *, scale: float) -> Tensor:
+    """W + scale B A, added in at least fp32 and rounded once to the dtype of W."""
+    wide = torch.promote_types(weight_OI.dtype, torch.float32)
+    product_OI = b_OR.to(wide) @ a_RI.to(wide)
+    return product_OI.mul_(scale).add_(weight_OI).to(weight_OI.dtype)
+
+
+def factor_names(layer: str) -> tuple[str, str]:
+    """The names of a layer's factors A and B in an adapter's file."""
+    return _KEY.format(layer=layer, factor="A"), _KEY.format(layer=layer, factor="B")
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:

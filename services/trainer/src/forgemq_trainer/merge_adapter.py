@@ -1,0 +1,94 @@
+"""`python -m forgemq_trainer.merge_adapter ADAPTER FOLDER` writes a model with an adapter merged.
+
+Reads the base model that the adapter names file by file, so that it holds one file at a time. This
+is what `forgemq merge` runs.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import msgspec
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forgemq_trainer.core.low_rank import factor_names, merged_weight
+from forgemq_trainer.storage.adapters import SETTINGS_FILE, AdapterSettings, read_adapter
+from forgemq_trainer.storage.folders import write_folder
+
+
+class MergeError(Exception):
+    """The folder or the base model does not allow it; says what and which."""
+
+
+def merge_adapter(adapter: Path, folder: Path) -> int:
+    """Write the merged model; returns how many layers the adapter changed.
+
+    Args:
+        adapter: Its folder, as the trainer or peft writes it.
+        folder: To write; it must not exist.
+
+    Raises:
+        MergeError: the folder exists, there is no such adapter, or it does not fit its base model.
+    """
+    if folder.exists():
+        raise MergeError(f"{folder} exists; name another folder")
+    try:
+        settings = msgspec.json.decode((adapter / SETTINGS_FILE).read_bytes(), type=AdapterSettings)
+        factors = read_adapter(adapter)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise MergeError(f"{adapter} has no adapter: {error}") from error
+    base = Path(settings.base_model_name_or_path)
+    files = sorted(base.glob("*.safetensors"))
+    if not files:
+        raise MergeError(
+            f"{adapter / SETTINGS_FILE}: base_model_name_or_path {base} has no weights"
+        )
+    merged = 0
+
+    def fill(draft: Path) -> None:
+        nonlocal merged
+        for path in sorted(base.iterdir()):
+            if path.is_file() and path not in files and not path.name.startswith("."):
+                shutil.copyfile(path, draft / path.name)
+        for path in files:
+            tensors = load_file(path)
+            merged += _merge(tensors, factors, scale=settings.lora_alpha / settings.r)
+            save_file(tensors, draft / path.name, metadata={"format": "pt"})
+        if 2 * merged != len(factors):
+            raise MergeError(
+                f"{adapter} is for {len(factors) // 2} layers, of which {base} has {merged}"
+            )
+
+    write_folder(folder, fill)
+    return merged
+
+
+def _merge(tensors: dict[str, Tensor], factors: dict[str, Tensor], *, scale: float) -> int:
+    """Add the factors' products to these tensors, in place; returns to how many."""
+    merged = 0
+    for name, tensor in tensors.items():
+        a_name, b_name = factor_names(name.removesuffix(".weight"))
+        if a_name in factors and b_name in factors:
+            product = merged_weight(tensor, factors[a_name], factors[b_name], scale=scale)
+            tensors[name] = product
+            merged += 1
+    return merged
+
+
+def main() -> int:
+    """Merge what the command line names; returns the exit status."""
+    if len(sys.argv) != 3:
+        sys.stderr.write(f"{__doc__}\n")
+        return 2
+    try:
+        merged = merge_adapter(Path(sys.argv[1]), Path(sys.argv[2]))
+    except MergeError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(f"{merged} layers merged\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
