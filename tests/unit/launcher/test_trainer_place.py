@@ -5,10 +5,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from forgemq_contracts.lora import Lora
 from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
 from forgemq_launcher.core.configuration import document, names_budget
 from forgemq_launcher.core.trainer_place import Memory, memory_budget_bytes, trainer_device
-from forgemq_launcher.placement import DEVICE, device_of, parameters_of, with_budget
+from forgemq_launcher.placement import (
+    DEVICE,
+    adapter_parameters_of,
+    device_of,
+    parameters_of,
+    with_budget,
+)
 
 DEMO_MODEL = Path(__file__).parents[3] / "deploy/demo/model"
 USUAL = 8_000_000_000
@@ -53,6 +60,17 @@ def test_a_gpus_budget_is_what_the_models_state_leaves_of_it_with_a_margin() -> 
     assert _budget(150, parameters_b=4, device="cuda") == 63.0
     assert _budget(150, parameters_b=8, device="cuda", ranks=4) == 99.0
     assert _budget(150, parameters_b=8, device="cuda") == 0.0
+
+
+def test_of_adapters_only_they_have_a_state_beside_the_frozen_weights() -> None:
+    """Of 135 GB, 2 bytes of each of 8e9 weights and 18 of each of 0.1e9 are taken."""
+    memory = Memory(free_bytes=150 * 10**9, parameters=10**8, frozen_parameters=8 * 10**9)
+    found = memory_budget_bytes(memory, device="cuda", ranks=1, dtype="bfloat16", usual_bytes=USUAL)
+    assert found == 117_200_000_000
+    # Ranks of 16 in three layers: 128 wide, 128 of queries, 64 of keys, an MLP of 384.
+    wanted = 16 * 3 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 384))
+    assert adapter_parameters_of(DEMO_MODEL, Lora(rank=16)) == wanted
+    assert adapter_parameters_of(DEMO_MODEL, Lora(rank=4, targets=("o_proj",))) == 4 * 3 * 256
 
 
 def test_a_cpus_budget_is_the_usual_one_or_half_of_what_is_free() -> None:

@@ -1,12 +1,13 @@
 """Finds a device and a memory budget for the trainer of a run, if the user names none."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 from forgemq_contracts.lane_engines import every_lane, gpus_of
+from forgemq_contracts.lora import Lora, publishes_adapters
 from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.core.gpus import visible_gpus
 from forgemq_launcher.core.trainer_place import Memory, memory_budget_bytes, trainer_device
@@ -50,7 +51,7 @@ def with_budget(
         return configuration
     trainer = configuration.trainer
     budget = memory_budget_bytes(
-        Memory(free_bytes=free_bytes, parameters=parameters_of(Path(configuration.model.path))),
+        _memory(configuration, free_bytes=free_bytes),
         device=device,
         ranks=trainer.world_size,
         dtype=configuration.model.dtype,
@@ -64,18 +65,41 @@ def with_budget(
 
 def parameters_of(folder: Path) -> int:
     """Parameters in a model's safetensors files, by their headers."""
-    return sum(_elements(file) for file in folder.glob("*.safetensors"))
+    return sum(math.prod(shape) for _, shape in _shapes(folder))
 
 
-def _elements(file: Path) -> int:
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header = msgspec.json.decode(opened.read(size), type=dict[str, _Tensor])
-    total = 0
-    for name, tensor in header.items():
-        count = 0 if name == "__metadata__" else 1
-        total += count * math.prod(tensor.shape)
-    return total
+def adapter_parameters_of(folder: Path, lora: Lora) -> int:
+    """Parameters of the adapters that a run trains of a model, by the headers of its files."""
+    return sum(
+        lora.rank * sum(shape)
+        for name, shape in _shapes(folder)
+        if name.removesuffix(".weight").rpartition(".")[2] in lora.targets and len(shape) == 2
+    )
+
+
+def _memory(configuration: RunConfiguration, *, free_bytes: int) -> Memory:
+    folder, lora = Path(configuration.model.path), configuration.lora
+    whole = parameters_of(folder)
+    if lora is None:
+        return Memory(free_bytes=free_bytes, parameters=whole)
+    # While a merged version is written it is in memory beside the base model.
+    copies = 1 if publishes_adapters(lora) else 2
+    return Memory(
+        free_bytes=free_bytes,
+        parameters=adapter_parameters_of(folder, lora),
+        frozen_parameters=copies * whole,
+    )
+
+
+def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the tensors in a model's safetensors files."""
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header = msgspec.json.decode(opened.read(size), type=dict[str, _Tensor])
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                yield name, tensor.shape
 
 
 class _Tensor(msgspec.Struct, frozen=True):

@@ -7,6 +7,9 @@ STATE_BYTES = {"float32": 16, "bfloat16": 18}
 """Bytes a parameter that the budget does not count: the weights (4; in bfloat16 2, and 4 of their
 float32 masters), gradients (4) and AdamW's two moments (8)."""
 
+VALUE_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of a parameter that does not train."""
+
 GPU_SHARE = 0.9
 """Of a GPU's free memory. The rest: the CUDA context, NCCL's buffers, holes between tensors."""
 
@@ -23,11 +26,13 @@ class Memory:
 
     Attributes:
         free_bytes: Of the GPU with the least, if there are GPUs; else of the machine.
-        parameters: Of the model.
+        parameters: That train: the model's, or those of its adapters.
+        frozen_parameters: Copies of parameters that do not train, each counted.
     """
 
     free_bytes: int
     parameters: int
+    frozen_parameters: int = 0
 
 
 def trainer_device(*, engines: int, gpus: int, ranks: int) -> Literal["cpu", "cuda"]:
@@ -62,6 +67,7 @@ def memory_budget_bytes(
         usual_bytes: The configuration's default.
     """
     state_bytes = STATE_BYTES[dtype] * memory.parameters
+    state_bytes += VALUE_BYTES[dtype] * memory.frozen_parameters
     if device == "cpu":
         left = min(usual_bytes, (int(HOST_SHARE * memory.free_bytes) - state_bytes) // ranks)
     else:
