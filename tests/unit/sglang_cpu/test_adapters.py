@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from forgemq_sglang_cpu.adapters import EngineAdapters, name_followed, run_with_newest
+from forgemq_sglang_cpu.adapters import EngineAdapters, follow, run_with_newest
 from forgemq_sglang_cpu.options import EngineOptions, command_line
 from forgemq_sglang_cpu.unpinned import leave_unpinned
 
@@ -22,6 +22,11 @@ class Scheduler:
     """What an engine has loaded, by id; it is its own worker, runner and manager."""
 
     lora_refs: dict[str, Adapter]
+    flushes: int = 0
+
+    def flush_cache(self) -> bool:
+        self.flushes += 1
+        return True
 
     @property
     def tp_worker(self) -> "Scheduler":
@@ -68,10 +73,14 @@ def test_without_an_adapter_of_the_policy_a_request_keeps_its_own() -> None:
     assert (request.lora_id, request.extra_key) == ("other", "saltother")
 
 
-def test_the_answer_to_a_load_says_which_adapter_is_followed() -> None:
-    followed = name_followed(Load(success=True), None, Adapter("1.4"))
-    assert followed.loaded_adapters == {"1.4": "/a", "followed": "1.4"}
-    assert name_followed(Load(success=False), None, Adapter("1.4")).loaded_adapters == {"1.4": "/a"}
+def test_a_load_drops_the_cache_and_its_answer_says_which_adapter_is_followed() -> None:
+    scheduler = Scheduler({})
+    for success, name in ((False, "1.4"), (True, "of-somebody-else")):
+        answer = follow(Load(success=success), scheduler, Adapter(name))
+        assert (answer.loaded_adapters, scheduler.flushes) == ({"1.4": "/a"}, 0)
+    answer = follow(Load(success=True), scheduler, Adapter("1.4"))
+    assert answer.loaded_adapters == {"1.4": "/a", "followed": "1.4"}
+    assert scheduler.flushes == 1
 
 
 def test_an_engine_has_the_flags_of_adapters_only_if_it_serves_them() -> None:

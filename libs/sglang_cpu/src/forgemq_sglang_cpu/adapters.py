@@ -51,6 +51,8 @@ class _Worker(Protocol):
 class _Scheduler(Protocol):
     tp_worker: _Worker
 
+    def flush_cache(self) -> bool: ...
+
 
 class _Request(Protocol):
     lora_id: str | None
@@ -81,11 +83,13 @@ def run_with_newest(scheduler: _Scheduler, request: _Request, *_: object, **__: 
     request.lora_id, request.extra_key = newest, key + newest
 
 
-def name_followed(result: _Load, _scheduler: object, load: _Adapter) -> _Load:
-    """Say in the answer that all requests go on with this adapter; a hook after a load.
+def follow(result: _Load, scheduler: _Scheduler, load: _Adapter) -> _Load:
+    """Drop K/V of the adapter before, and say that all requests go on with this one.
 
-    An engine without these hooks does not say so.
+    A hook after an adapter is loaded; an engine without it does not say so in its answer.
     """
     if result.success and _OF_POLICY.fullmatch(load.lora_name):
+        # It refuses while requests wait for a grammar: then what is never found is evicted in time.
+        scheduler.flush_cache()
         result.loaded_adapters = {**(result.loaded_adapters or {}), FOLLOWED: load.lora_name}
     return result

@@ -74,7 +74,7 @@ def register_hooks() -> None:
             HookRegistry.register(_CHOOSE_FP8_LINEAR, fp8_linear.choose, HookType.REPLACE)
             HookRegistry.register(_FP8_DTYPES, fp8_linear.with_float32, HookType.AFTER)
     HookRegistry.register(_CAN_SCHEDULE, adapters.run_with_newest, HookType.BEFORE)
-    HookRegistry.register(_LOAD_ADAPTER, adapters.name_followed, HookType.AFTER)
+    HookRegistry.register(_LOAD_ADAPTER, adapters.follow, HookType.AFTER)
     HookRegistry.register(_PAUSE, pair.take_what_has_come, HookType.BEFORE)
     HookRegistry.register(_NAME_WEIGHTS, pair.note_versions_of_held, HookType.BEFORE)
     HookRegistry.register(_LOOK_FOR_PREFIX, pool.file_under_own_weights, HookType.BEFORE)

@@ -7,11 +7,12 @@ from forgemq_inference.engine import Engine, EngineRefusedError
 from forgemq_inference.engine_pair import LaneEngine
 
 FOLLOWED = "followed"
-"""In an engine's answer: the adapter with which all of its requests go on (sglang_cpu)."""
+"""In an engine's answer: the adapter with which all of its requests go on. The hooks of sglang_cpu
+say so, and have dropped the engine's K/V."""
 
 
 async def load_adapter(engine: LaneEngine, folder: Path, *, name: str, timeout_s: float) -> None:
-    """Let the engine go on with an adapter, and drop the ones before it with all of their K/V.
+    """Let the engine go on with an adapter, and drop the ones before it.
 
     The weights are named `broken` until all is done, and `name` then.
 
@@ -36,7 +37,6 @@ async def load_adapter(engine: LaneEngine, folder: Path, *, name: str, timeout_s
     for other in loaded:
         if other != name and weights_of_name(other) is not None:
             await engine.unload_adapter(other)
-    await engine.flush(wait_s=timeout_s)
     await engine.name_weights(name)
 
 
