@@ -11,6 +11,7 @@ import pytest
 
 from forgemq_contracts.lane_engines import LaneEngines, check_lanes
 from forgemq_sglang_cpu import plugin
+from forgemq_sglang_cpu.adapters import EngineAdapters
 from forgemq_sglang_cpu.options import EngineOptions, command_line
 from forgemq_sglang_cpu.pool import EnginePool
 
@@ -60,11 +61,21 @@ KINDS: dict[str, tuple[EngineOptions, dict[str, object]]] = {
             "speculative_num_draft_tokens": 3,
         },
     ),
+    "adapters": (
+        EngineOptions(adapters=EngineAdapters(rank=4, targets=("q_proj", "down_proj"))),
+        {
+            "enable_lora": True,
+            "max_lora_rank": 4,
+            "lora_target_modules": ["q_proj", "down_proj"],
+            "lora_backend": "torch_native",
+        },
+    ),
     "small model": (EngineOptions(draft_model="/m"), {"speculative_algorithm": "STANDALONE"}),
 }
 MAY_BE_GIVEN = {
     *("--dtype", "--attention-backend", "--sampling-backend", "--disable-cuda-graph"),
     *("--max-running-requests", "--max-total-tokens", "--log-level", "--log-level-http"),
+    "--lora-backend",
 }
 """What ForgeMQ sets and a run's file may set otherwise."""
 
@@ -127,5 +138,5 @@ def test_sglang_has_every_name_that_a_hook_takes() -> None:
     """SGLang only logs a hook on a name that it does not have."""
     values = vars(plugin).values()
     names = [name for name in values if isinstance(name, str) and name.startswith("sglang.srt.")]
-    assert len(names) == 14
+    assert len(names) == 18
     assert all(callable(pkgutil.resolve_name(name)) for name in names)

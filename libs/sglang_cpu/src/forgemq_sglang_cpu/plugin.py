@@ -27,10 +27,8 @@ _CHOOSE_FP8_LINEAR = "sglang.srt.layers.quantization.fp8.dispatch_w8a8_block_fp8
 _FP8_DTYPES = "sglang.srt.layers.quantization.fp8.Fp8Config.get_supported_act_dtypes"
 _CAN_SCHEDULE = "sglang.srt.managers.scheduler.Scheduler.can_schedule_lora_req"
 _LOAD_ADAPTER = "sglang.srt.managers.scheduler.Scheduler.load_lora_adapter"
-_PINS_FOR_ADAPTERS = (
-    "sglang.srt.lora.lora_manager.LoRAManager.__init__",
-    "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch",
-)
+_MAKE_ADAPTERS = "sglang.srt.lora.lora_manager.LoRAManager.__init__"
+_PREPARE_ADAPTERS = "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch"
 _JOIN_WEIGHT_GROUP = (
     "sglang.srt.model_executor.model_runner_components.weight_updater.init_custom_process_group"
 )
@@ -67,7 +65,7 @@ def register_hooks() -> None:
         HookRegistry.register(_MAKE_HOST_CACHE, host_cache.prepare, HookType.BEFORE)
         # A Triton kernel that moves K/V between the branches of a tree; a chain has none.
         HookRegistry.register(_PREPARE_KV_COPY, _leave_unprepared, HookType.REPLACE)
-        for pinning in _PINS_FOR_ADAPTERS:
+        for pinning in (_MAKE_ADAPTERS, _PREPARE_ADAPTERS):
             HookRegistry.register(pinning, unpinned.leave_unpinned, HookType.AROUND)
         HookRegistry.register(_MAKE_PREFILL_QUEUE, pair.number_pages_unpinned, HookType.AFTER)
         if os.environ.get(FP8_BLOCKS_VARIABLE):  # noqa: TID251 (a plugin's only input)
