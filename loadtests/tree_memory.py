@@ -28,7 +28,8 @@ from tree_timing import HEAD_CHUNK, LOSS
 from tree_training import MEBIBYTE, MODEL
 from tree_workloads import SHAPES, Shape, merged_tree, requests
 
-from forgemq_trainer.core.memory import Microbatch, ModelShape, plan_step
+from forgemq_trainer.core.memory import Microbatch, ModelShape
+from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import Forest, read_tree
 from forgemq_trainer.heap import suit_heap

@@ -129,34 +129,43 @@ def _gradients(policy: PolicyModel, groups: list[Forest], blocks: Microbatch) ->
     }
 
 
-def _blocks(groups: list[Forest], size: int, *, is_offloaded: bool = False) -> Microbatch:
+def _blocks(
+    groups: list[Forest], size: int, *, is_offloaded: bool = False, recomputed: int = 0
+) -> Microbatch:
     count = sum(forest.token_count for forest in groups)
     return Microbatch(
         groups=(0, 1),
         blocks=tuple((start, min(start + size, count)) for start in range(0, count, size)),
         is_offloaded=is_offloaded,
+        recomputed_layers=recomputed,
     )
 
 
-@pytest.mark.parametrize(("size", "is_offloaded"), [(100_000, False), (500, False), (500, True)])
+@pytest.mark.parametrize(
+    ("size", "recomputed", "is_offloaded"),
+    [(100_000, 0, False), (100_000, 1, False), (500, 0, False), (500, 0, True)],
+)
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
-def test_a_step_has_the_gradients_of_a_cpu_whole_in_blocks_and_offloaded(
-    kind: str, size: int, *, is_offloaded: bool
+def test_a_step_has_the_gradients_of_a_cpu_whole_recomputed_in_blocks_and_offloaded(
+    kind: str, size: int, recomputed: int, *, is_offloaded: bool
 ) -> None:
     groups = _groups()
     model = make_model(kind, torch.float32, head_dim=HEAD_SIZE)
     expected = _gradients(prepare(model).policy, groups, _blocks(groups, 100_000))
     policy = prepare(model.to(DEVICE)).policy
     assert isinstance(policy.attention, GpuAttention)
-    seen = _gradients(policy, groups, _blocks(groups, size, is_offloaded=is_offloaded))
+    microbatch = _blocks(groups, size, is_offloaded=is_offloaded, recomputed=recomputed)
+    seen = _gradients(policy, groups, microbatch)
     assert seen.keys() == expected.keys()
     for name, wanted in expected.items():
         assert _difference(seen[name], wanted) < 1e-4
 
 
-@pytest.mark.parametrize("size", [100_000, 500])
+@pytest.mark.parametrize(("size", "recomputed"), [(100_000, 0), (100_000, 2), (500, 0)])
 @pytest.mark.parametrize("way", ["flash", "flash4", "flex"])
-def test_a_step_in_bfloat16_differs_from_float32_by_rounding_only(way: str, size: int) -> None:
+def test_a_step_in_bfloat16_differs_from_float32_by_rounding_only(
+    way: str, size: int, recomputed: int
+) -> None:
     groups = _groups()
     model = make_model("qwen3", torch.bfloat16, head_dim=HEAD_SIZE)
     expected = _gradients(
@@ -165,7 +174,7 @@ def test_a_step_in_bfloat16_differs_from_float32_by_rounding_only(way: str, size
         _blocks(groups, 100_000),
     )
     policy = replace(prepare(model.to(DEVICE)).policy, attention=_way(way))
-    seen = _gradients(policy, groups, _blocks(groups, size))
+    seen = _gradients(policy, groups, _blocks(groups, size, recomputed=recomputed))
     for name, wanted in expected.items():
         assert _difference(seen[name], wanted) < 0.1
 
@@ -176,6 +185,7 @@ def test_nothing_is_compiled_again_for_another_tree() -> None:
     def train(turns: int) -> int:
         groups = _groups(turns=turns)
         _gradients(policy, groups, _blocks(groups, 100_000))
+        _gradients(policy, groups, _blocks(groups, 100_000, recomputed=1))
         _gradients(policy, groups, _blocks(groups, 300 + 64 * turns))
         return int(counters["stats"]["unique_graphs"])
 

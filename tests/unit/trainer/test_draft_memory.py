@@ -1,4 +1,4 @@
-"""That a step with a draft head holds the predicted bytes, whole and in blocks."""
+"""That a step with a draft head holds the predicted bytes, however its policy runs."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from torch_allocation import peak_allocated_bytes
 from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.drafting import Drafting
 from forgemq_trainer.core.loss import loss_function
-from forgemq_trainer.core.memory import plan_step
+from forgemq_trainer.core.microbatches import path_microbatch, plan_step
 from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import Forest, read_tree
 from forgemq_trainer.draft_head import with_draft_head
@@ -30,11 +30,14 @@ def _bush() -> Forest:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("share", [1.0, 0.6])
 @pytest.mark.parametrize(
-    ("layers", "vocabulary", "depths"),
-    [(4, 64, 1), (1, 64, 2), (1, 64, 3), (1, 2048, 2)],
-    ids=["policy", "head", "depths", "logits"],
+    ("layers", "vocabulary", "depths", "way"),
+    [
+        (layers, vocabulary, depths, way)
+        for layers, vocabulary, depths in ((4, 64, 1), (1, 64, 2), (1, 64, 3), (1, 2048, 2))
+        for way in ("kept", "recomputed", "blocks")
+        if layers > 1 or way != "recomputed"
+    ],
 )
 @pytest.mark.slow
 def test_a_step_with_a_head_holds_at_most_the_predicted_bytes(
@@ -42,7 +45,7 @@ def test_a_step_with_a_head_holds_at_most_the_predicted_bytes(
     layers: int,
     vocabulary: int,
     depths: int,
-    share: float,
+    way: str,
     dtype: torch.dtype,
 ) -> None:
     """With 4 layers the policy's peak is the larger one, with 1 the head's."""
@@ -52,12 +55,18 @@ def test_a_step_with_a_head_holds_at_most_the_predicted_bytes(
     head, policy = with_draft_head(save_head(tmp_path, **sizes), loaded, top_k=16, depths=depths)
     forest = _bush()
     whole = policy.shape.block_bytes(forest.token_count, chunk=CHUNK, is_carried=False)
-    (microbatch,) = plan_step(
-        [forest],
-        shape=policy.shape,
-        budget_bytes=int(whole * share),
-        head_chunk=CHUNK,
-        carried="path",
+    budget = whole if way == "kept" else int(0.6 * whole)
+    if way == "blocks":
+        microbatch = path_microbatch(
+            0, forest, shape=policy.shape, budget_bytes=budget, head_chunk=CHUNK
+        )
+    else:
+        (microbatch,) = plan_step(
+            [forest], shape=policy.shape, budget_bytes=budget, head_chunk=CHUNK
+        )
+    assert (microbatch.recomputed_layers > 0, len(microbatch.blocks) > 1) == (
+        way == "recomputed",
+        way == "blocks",
     )
 
     def run() -> None:
@@ -71,7 +80,6 @@ def test_a_step_with_a_head_holds_at_most_the_predicted_bytes(
 
     run()  # Makes the parameters' gradients.
     peak = peak_allocated_bytes(run)
-    if share < 1:  # States lie in files then, which torch counts too.
+    if way == "blocks":  # States lie in files then, which torch counts too.
         peak -= min(depths, 3) * forest.token_count * 128 * dtype.itemsize
     assert 0.85 * microbatch.predicted_bytes <= peak <= 1.03 * microbatch.predicted_bytes
-    assert (len(microbatch.blocks) > 1) == (share < 1)

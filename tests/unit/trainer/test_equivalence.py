@@ -68,9 +68,13 @@ def _per_request(
 
 
 def _tree(
-    model: nn.Module, groups: Sequence[Sequence[Sample]], loss: LossFunction, block: int | None
+    model: nn.Module,
+    groups: Sequence[Sequence[Sample]],
+    loss: LossFunction,
+    block: int | None,
+    recomputed: int = 0,
 ) -> tuple[float, Gradients]:
-    """Train all groups as one forest, whole or in blocks."""
+    """Train all groups as one forest: whole, perhaps with layers recomputed, or in blocks."""
     forests = [read_tree(merge(samples, f"g-{n}")) for n, samples in enumerate(groups)]
     count = sum(forest.token_count for forest in forests)
     size = count if block is None else block
@@ -82,7 +86,11 @@ def _tree(
             loss_weights=group_loss_weights(forests, loss=Loss()),
             loss=loss,
         ),
-        [Microbatch(groups=tuple(range(len(forests))), blocks=blocks)],
+        [
+            Microbatch(
+                groups=tuple(range(len(forests))), blocks=blocks, recomputed_layers=recomputed
+            )
+        ],
         head_chunk=HEAD_CHUNK,
     )
     return seen.loss, _take_gradients(model)
@@ -121,8 +129,8 @@ def test_tree_and_per_request_gradients_are_equal(
     make_precise(model)
     groups, loss = _groups(3), loss_function(Loss())
     expected_loss, expected = _per_request(model, groups, loss)
-    for block in (None, 37):
-        tree_loss, gradients = _tree(model, groups, loss, block)
+    for block, recomputed in ((None, 0), (None, 1), (None, 2), (37, 0)):
+        tree_loss, gradients = _tree(model, groups, loss, block, recomputed)
         assert tree_loss == pytest.approx(expected_loss, rel=max(bound, 1e-13))
         assert _worst(expected, gradients) <= bound
 
@@ -138,13 +146,13 @@ def test_against_stock_modules_only_their_rounding_differs(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ppo_clip", "gspo", "truncated_is", "icepop"])
-def test_every_loss_is_exact_whole_and_in_blocks(kind: str) -> None:
+def test_every_loss_is_exact_whole_recomputed_and_in_blocks(kind: str) -> None:
     model = _made("qwen3", torch.float64)
     make_precise(model)
     groups, loss = _groups(5), loss_function(Loss(kind=kind))
     expected_loss, expected = _per_request(model, groups, loss)
-    for block in (None, 11):
-        tree_loss, gradients = _tree(model, groups, loss, block)
+    for block, recomputed in ((None, 0), (None, 1), (11, 0)):
+        tree_loss, gradients = _tree(model, groups, loss, block, recomputed)
         assert tree_loss == pytest.approx(expected_loss, rel=1e-12)
         assert _worst(expected, gradients) <= 1e-12
 

@@ -101,26 +101,30 @@ def test_the_mask_of_a_whole_forest_is_torchs_mask_of_the_definition() -> None:
     assert torch.equal(ours.to_dense() > 0, expected.to_dense() > 0)
 
 
-def _gradients(policy: PolicyModel, groups: list[Forest], *, block: int) -> dict[str, torch.Tensor]:
+def _gradients(
+    policy: PolicyModel, groups: list[Forest], *, block: int, recomputed: int = 0
+) -> dict[str, torch.Tensor]:
     count = sum(forest.token_count for forest in groups)
     blocks = tuple((start, min(start + block, count)) for start in range(0, count, block))
     policy.decoder.zero_grad()
     forward_backward(
         policy,
         Objective(forests=groups, loss_weights=[1.0, 1.0], loss=loss_function(Loss())),
-        [Microbatch(groups=(0, 1), blocks=blocks)],
+        [Microbatch(groups=(0, 1), blocks=blocks, recomputed_layers=recomputed)],
         head_chunk=64,
     )
     return {n: p.grad.clone() for n, p in policy.decoder.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("block", [10_000, 300, 130])
-def test_the_block_mask_gives_the_same_gradients_as_the_pieces(block: int) -> None:
+@pytest.mark.parametrize(("block", "recomputed"), [(10_000, 0), (10_000, 1), (300, 0), (130, 0)])
+def test_the_block_mask_gives_the_same_gradients_as_the_pieces(block: int, recomputed: int) -> None:
     groups = _groups(20)
     policy = prepare(make_model("qwen3", torch.float64, head_dim=16)).policy
     backend: AttentionBackend = GpuAttention(head_size=16, flex=eager_flex)
     expected = _gradients(policy, groups, block=block)
-    seen = _gradients(replace(policy, attention=backend), groups, block=block)
+    seen = _gradients(
+        replace(policy, attention=backend), groups, block=block, recomputed=recomputed
+    )
     assert seen.keys() == expected.keys()
     for name, gradient in expected.items():
         assert float((seen[name] - gradient).norm() / gradient.norm()) < 1e-12

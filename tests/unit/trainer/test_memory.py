@@ -17,8 +17,8 @@ from forgemq_trainer.core.memory import (
     Microbatch,
     ModelShape,
     least_budget_bytes,
-    plan_step,
 )
+from forgemq_trainer.core.microbatches import path_microbatch, plan_step
 from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import Forest, read_tree
 from forgemq_trainer.model import prepare
@@ -76,6 +76,24 @@ def test_a_group_over_the_budget_runs_in_even_blocks_within_it() -> None:
         (0,): ((0, 250), (250, 500), (500, 750), (750, 1000)),
         (1,): ((0, 50),),
     }
+
+
+def test_a_group_over_the_budget_recomputes_as_few_layers_as_fit_before_it_runs_in_blocks() -> None:
+    forest, shape = line_of(1000), replace(SHAPE, layers=8)
+
+    def layers(budget: int) -> tuple[int, int]:
+        (microbatch,) = plan_step([forest], shape=shape, budget_bytes=budget, head_chunk=8)
+        return microbatch.recomputed_layers, len(microbatch.blocks)
+
+    needed = [
+        shape.block_bytes(1000, chunk=8, is_carried=False, recomputed_layers=count)
+        for count in range(8)
+    ]
+    assert [layers(budget) for budget in needed] == [(count, 1) for count in range(8)]
+    assert [layers(budget - 1) for budget in needed[:-1]] == [(count, 1) for count in range(1, 8)]
+    recomputed, blocks = layers(needed[-1] - 1)
+    assert recomputed == 0
+    assert blocks > 1
 
 
 @pytest.mark.parametrize("tokens", [64, 100, 5000])
@@ -154,17 +172,23 @@ def test_the_prediction_counts_the_carries_slots() -> None:
     assert plan.predicted_bytes == block + carried <= least
 
 
+MANY_EXPERTS = {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 32}
+
 # Seconds each; the fast suite keeps one of each kind of plan.
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("kind", "share", "sizes"),
+    ("kind", "way", "share", "sizes"),
     [
-        ("qwen3", 1.0, {}),
+        ("qwen3", "kept", 1.0, {}),
+        ("qwen3", "recomputed", 0.5, {}),
+        slow("llama", "recomputed", 0.3, {"num_hidden_layers": 12}),
+        slow("qwen3", "recomputed", 0.6, {"vocab_size": 4096, "num_hidden_layers": 6}),
         slow(
             "qwen3",
+            "blocks",
             0.22,
             {
                 "num_hidden_layers": 2,
@@ -173,10 +197,11 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
                 "vocab_size": 1024,
             },
         ),
-        slow("qwen3", 0.5, {"vocab_size": 4096, "num_hidden_layers": 6}),
-        slow("llama", 0.4, {}),
+        slow("qwen3", "blocks", 0.5, {"vocab_size": 4096, "num_hidden_layers": 6}),
+        slow("llama", "blocks", 0.4, {}),
         (
             "llama",
+            "blocks",
             0.9,
             {
                 "num_hidden_layers": 2,
@@ -185,30 +210,29 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
                 "vocab_size": 8192,
             },
         ),
-        ("qwen3_moe", 0.4, {"num_experts": 8, "moe_intermediate_size": 96}),
-        slow(
-            "qwen3_moe",
-            1.0,
-            {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 32},
-        ),
+        ("qwen3_moe", "blocks", 0.4, {"num_experts": 8, "moe_intermediate_size": 96}),
+        slow("qwen3_moe", "recomputed", 0.6, MANY_EXPERTS),
+        slow("qwen3_moe", "kept", 1.0, MANY_EXPERTS),
     ],
 )
 def test_the_measured_peak_is_within_a_twentieth_of_the_predicted(
-    kind: str, share: float, sizes: dict[str, int], dtype: torch.dtype
+    kind: str, way: str, share: float, sizes: dict[str, int], dtype: torch.dtype
 ) -> None:
     """Counts torch's allocations, without the parameters' gradients."""
     changes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 4}
     loaded = prepare(make_model(kind, dtype, **(changes | sizes)))
     forest, shape, chunk = _bush(5), loaded.policy.shape, 32
     whole = shape.block_bytes(forest.token_count, chunk=chunk, is_carried=False)
-    (microbatch,) = plan_step(
-        [forest],
-        shape=shape,
-        budget_bytes=int(whole * share),
-        head_chunk=chunk,
-        carried="path",
-    )
+    budget = int(whole * share)
+    if way == "blocks":
+        microbatch = path_microbatch(0, forest, shape=shape, budget_bytes=budget, head_chunk=chunk)
+    else:
+        (microbatch,) = plan_step([forest], shape=shape, budget_bytes=budget, head_chunk=chunk)
     assert not microbatch.is_offloaded  # torch would count the mapped file too
+    assert (microbatch.recomputed_layers > 0, len(microbatch.blocks) > 1) == (
+        way == "recomputed",
+        way == "blocks",
+    )
 
     def run() -> None:
         forward_backward(
@@ -221,4 +245,3 @@ def test_the_measured_peak_is_within_a_twentieth_of_the_predicted(
     run()  # Makes the parameters' gradients.
     peak = peak_allocated_bytes(run)
     assert peak == pytest.approx(microbatch.predicted_bytes, rel=0.05)
-    assert len(microbatch.blocks) > 1 or share == 1.0

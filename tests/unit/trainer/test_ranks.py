@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.assignment import OwnRound, Round, SharedRound, plan_rounds
 from forgemq_trainer.core.loss import loss_function
-from forgemq_trainer.core.memory import BLOCK_TOKENS_MIN, ModelShape, plan_step
+from forgemq_trainer.core.memory import BLOCK_TOKENS_MIN, ModelShape
+from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.rounds import forward_backward_rounds, values_bytes, values_of
 from forgemq_trainer.core.step import (
     EntryValues,
@@ -109,6 +110,8 @@ def _budget(shape: ModelShape, forests: list[Forest], plan: str) -> int:
         return 10**9
     if plan == "packed":  # Each group fits; those of one rank do not fit side by side.
         return shape.block_bytes(largest, chunk=CHUNK, is_carried=False)
+    if plan == "recomputed":  # With one of both layers recomputed, each group fits.
+        return shape.block_bytes(largest, chunk=CHUNK, is_carried=False, recomputed_layers=1)
     tokens = {"halved": largest // 2 + 10, "blocks": BLOCK_TOKENS_MIN}[plan]
     carries = largest * shape.carry_bytes_per_token
     return shape.block_bytes(tokens, chunk=CHUNK, is_carried=True) + carries
@@ -124,6 +127,14 @@ def _check_plan(rounds: tuple[Round, ...], plan: str) -> None:
             assert (len(own), blocks) == (1, [])
         case "packed":
             assert (len(own) > 1, is_idle, blocks) == (True, True, [])
+        case "recomputed":
+            layers = [
+                microbatch.recomputed_layers
+                for planned in own
+                for microbatch in planned.microbatch_of_rank
+                if microbatch is not None
+            ]
+            assert (0 in layers, 1 in layers, blocks) == (True, True, [])
         case "halved":
             assert (len(own), blocks) == (1, [1, 1])
         case _:
@@ -200,7 +211,7 @@ def _worst(found: Gradients, expected: Gradients) -> float:
     )
 
 
-PLANS = ("own", "packed", "halved", "blocks")
+PLANS = ("own", "packed", "recomputed", "halved", "blocks")
 LOSSES = ("cispo", "truncated_is", "ppo_clip", "gspo", "icepop", "user")
 CASES = [
     *(Case(loss=loss, plan=plan) for loss in LOSSES for plan in PLANS),

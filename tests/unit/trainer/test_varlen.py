@@ -72,10 +72,12 @@ def test_rectangles_that_do_not_overlap_share_a_call() -> None:
     assert (innermost.queries, innermost.keys) == (((30, 35),), ((5, 6),))
 
 
-@pytest.mark.parametrize("block", [10_000, 40, 7])
+@pytest.mark.parametrize(("block", "recomputed"), [(10_000, 0), (10_000, 1), (40, 0), (7, 0)])
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 @pytest.mark.slow
-def test_calls_give_the_same_gradients_as_the_pieces(kind: str, block: int) -> None:
+def test_calls_give_the_same_gradients_as_the_pieces(
+    kind: str, block: int, recomputed: int
+) -> None:
     forests = _forests(block)
     policy = prepare(make_model(kind, torch.float64)).policy
 
@@ -90,12 +92,12 @@ def test_calls_give_the_same_gradients_as_the_pieces(kind: str, block: int) -> N
     count = sum(forest.token_count for forest in forests)
     blocks = tuple((start, min(start + block, count)) for start in range(0, count, block))
     gradients = []
-    for backend in (CpuAttention(), Varlen()):
+    for backend, layers in ((CpuAttention(), 0), (Varlen(), recomputed)):
         policy.decoder.zero_grad()
         forward_backward(
             replace(policy, attention=backend),
             Objective(forests=forests, loss_weights=[1.0, 0.5, 2.0], loss=loss_function(Loss())),
-            [Microbatch(groups=(0, 1, 2), blocks=blocks)],
+            [Microbatch(groups=(0, 1, 2), blocks=blocks, recomputed_layers=layers)],
             head_chunk=64,
         )
         gradients.append({n: p.grad for n, p in policy.decoder.named_parameters()})

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from transformers import AttentionInterface, AutoConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from forgemq_settings.environment import SettingsError
@@ -20,6 +21,7 @@ from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.layers import replace_layers
 from forgemq_trainer.core.memory import ModelShape
 from forgemq_trainer.core.precision import TopKRouter, make_precise
+from forgemq_trainer.core.recomputation import LayerCall
 from forgemq_trainer.loading import allocate, empty_model, fill
 from forgemq_trainer.offload import store_of
 
@@ -112,12 +114,14 @@ def prepare(model: nn.Module, *, device: torch.device | None = None) -> LoadedMo
     head_size = shape.key_size // int(config.num_key_value_heads)
     check_head_size(head_size, device=device.type)
     attention = attention_on(device, head_size=head_size)
+    decoder: nn.Module = model.get_decoder()  # type: ignore[operator]  # transformers' method
     policy = PolicyModel(
-        decoder=model.get_decoder(),  # type: ignore[operator]  # transformers' method
+        decoder=decoder,
         head_VH=head.weight,
         shape=replace(shape, slot_multiple=attention.slot_multiple),
         key_heads=int(config.num_key_value_heads),
         attention=attention,
+        layer_calls=_layer_calls(decoder),
         routers=tuple(module for module in model.modules() if isinstance(module, TopKRouter)),
         make_store=store_of(device),
     )
@@ -131,6 +135,17 @@ def _unfilled(folder: Path, *, dtype: Literal["float32", "bfloat16"]) -> Any:  #
     # Registered before the model is built, which refuses an attention that it does not know.
     AttentionInterface.register(ATTENTION_NAME, shared_attention_interface)
     return empty_model(config, dtype=DTYPES[dtype], attention=ATTENTION_NAME)
+
+
+def _layer_calls(decoder: nn.Module) -> tuple[LayerCall, ...]:
+    """Let the trainer decide how each of the decoder's layers is called."""
+    calls = []
+    for layer in decoder.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            calls.append(LayerCall())
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = calls[-1]
+    return tuple(calls)
 
 
 def check_supported(config: object) -> None:
@@ -198,6 +213,7 @@ def model_shape(config: object, *, dtype: torch.dtype) -> ModelShape:
         hidden=size("hidden_size"),
         query_size=heads * head_size,
         key_size=size("num_key_value_heads", heads) * head_size,
+        query_heads=heads,
         mlp_size=experts * size("moe_intermediate_size") if experts else size("intermediate_size"),
         vocabulary=size("vocab_size"),
         value_bytes=dtype.itemsize,

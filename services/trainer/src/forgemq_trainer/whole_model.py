@@ -12,7 +12,8 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.low_rank import add_adapters, fill_adapters, merged_weights
-from forgemq_trainer.core.memory import Microbatch, plan_step
+from forgemq_trainer.core.memory import Microbatch
+from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.optimizer import Updater
 from forgemq_trainer.core.reference import read_forests, read_logprobs, with_references
 from forgemq_trainer.core.step import EntryValues, Objective, forward_backward

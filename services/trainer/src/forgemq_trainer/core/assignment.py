@@ -15,12 +15,13 @@ N tokens of a forest, T tokens of a run.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 
-from forgemq_trainer.core.memory import Microbatch, ModelShape, plan_step
+from forgemq_trainer.core.memory import Microbatch, ModelShape
+from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.tree import Forest, Integers
 
 Range: TypeAlias = tuple[int, int]
@@ -85,7 +86,7 @@ def plan_rounds(
                 "offloads them"
             ) from error
         return [
-            Microbatch(groups=tuple(groups[index] for index in part.groups), blocks=part.blocks)
+            replace(part, groups=tuple(groups[index] for index in part.groups))
             for part in microbatches
         ]
 

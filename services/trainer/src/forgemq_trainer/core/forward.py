@@ -11,7 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from forgemq_trainer.core.assignment import Range
-from forgemq_trainer.core.attention.attention import AttentionBackend, BlockKeys, TreeAttention
+from forgemq_trainer.core.attention.attention import (
+    AttentionBackend,
+    BlockKeys,
+    KeptOutput,
+    TreeAttention,
+)
 from forgemq_trainer.core.attention.carry import (
     CarriedKeys,
     KeyShape,
@@ -26,6 +31,7 @@ from forgemq_trainer.core.expert_routes import token_expert_routes
 from forgemq_trainer.core.logprobs import Edges, edge_logprobs, edges_of
 from forgemq_trainer.core.memory import ModelShape
 from forgemq_trainer.core.precision import TopKRouter
+from forgemq_trainer.core.recomputation import LayerCall
 from forgemq_trainer.core.tree import Forest
 
 
@@ -39,6 +45,7 @@ class PolicyModel:
         shape: Its sizes.
         key_heads: Number of key/value heads.
         attention: Makes the attention of a run of queries on the model's device.
+        layer_calls: In layer order; decide which layers are recomputed in backward.
         routers: In layer order; empty for a dense model.
         make_store: Allocates room for keys and values that exceed the memory budget; None keeps
             them on the device.
@@ -51,6 +58,7 @@ class PolicyModel:
     shape: ModelShape
     key_heads: int
     attention: AttentionBackend
+    layer_calls: tuple[LayerCall, ...]
     routers: tuple[TopKRouter, ...] = ()
     make_store: MakeStore | None = None
     gather_head: Callable[[], Tensor] | None = None
@@ -100,8 +108,11 @@ class TreeForward:
         """The edges that leave the tokens [start, end), on the model's device."""
         return edges_of(self._forest, start=start, end=end).to(self._device)
 
-    def whole(self) -> tuple[Tensor, Tensor]:
+    def whole(self, *, recomputed_layers: int = 0) -> tuple[Tensor, Tensor]:
         """Run all tokens at once, with gradient.
+
+        Args:
+            recomputed_layers: So many of the first layers run forward again in backward.
 
         Returns:
             Log-probability and entropy of every entry, [E] each, in at least fp32; the entropy has
@@ -118,7 +129,8 @@ class TreeForward:
             carries=(),
             subtree_end_S=self._forest.subtree_end_N,
         )
-        logprob_J, entropy_R = self.logprobs(self.hidden(0, count, keys=keys), edges, start=0)
+        hidden = self.hidden(0, count, keys=keys, recomputed_layers=recomputed_layers)
+        logprob_J, entropy_R = self.logprobs(hidden, edges, start=0)
         logprob_E = logprob_E.index_copy(0, edges.entry_E, logprob_J[edges.edge_of_entry_E])
         entropy_E[edges.entry_E] = entropy_R[edges.row_J[edges.edge_of_entry_E]]
         return logprob_E, entropy_E
@@ -155,17 +167,21 @@ class TreeForward:
         *,
         keys: BlockKeys,
         exchange: KeyExchange | None = None,
+        recomputed_layers: int = 0,
     ) -> Tensor:
         """Run the decoder over the tokens [start, end); returns their final hidden states."""
         attend = self._policy.attention.of_run(
             keys, dtype=self._policy.head_VH.dtype, device=self._device
         )
         self._set_expert_routes(start, end)
+        for layer, call in enumerate(self._policy.layer_calls):
+            call.is_recomputed = layer < recomputed_layers
+        kept = tuple(KeptOutput() for _ in range(recomputed_layers))
         output = self._policy.decoder(
             input_ids=self._tokens_N[None, start:end],
             position_ids=self._position_N[None, start:end],
             use_cache=False,
-            tree_attention=TreeAttention(attend=attend, carries=keys.carries),
+            tree_attention=TreeAttention(attend=attend, carries=keys.carries, kept=kept),
             key_exchange=exchange,
         )
         hidden_TH = output.last_hidden_state[0]

@@ -1,26 +1,20 @@
-"""The bytes that a run of tokens needs, and how a step is cut to fit a budget.
+"""The bytes that a run of tokens needs, by the model's sizes.
 
-A pure function of the step's trees and the budget. Groups are packed side by side while their
-activations fit; a group that does not fit runs in blocks. A block of T tokens whose first token has
-P ancestors needs
+A forest of T tokens that runs whole needs `block_bytes(T)`, less if some of its layers are
+recomputed in backward. A block of T tokens whose first token has P ancestors needs
 
     block_bytes(T) + carry_bytes(P + T)
 
 and, to keep keys and values in memory, U * key_bytes_per_token for the U tokens that lie on the
-path of some block. If the budget has no room for these, or only with more than `KEPT_BLOCKS_RATIO`
-times the blocks, they are offloaded. So the budget that always suffices follows from the longest
-path alone: `least_budget_bytes`.
+path of some block. Without these the budget that always suffices follows from the longest path
+alone: `least_budget_bytes`. `microbatches` cuts a step to fit a budget.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from forgemq_trainer.core.draft_memory import DraftShape
 from forgemq_trainer.core.low_rank import AdapterShape
 from forgemq_trainer.core.peak import Peak
-from forgemq_trainer.core.tree import Forest
 
 BLOCK_TOKENS_MIN = 64
 """In shorter blocks the kernels' fixed costs dominate; a budget that forces them is refused."""
@@ -28,10 +22,6 @@ BLOCK_TOKENS_MIN = 64
 ROUTE_BYTES = 32
 """Saved for one expert chosen for a token: four int64, which are the expert, the token, and the
 pair's indices in the order of the experts and back."""
-
-KEPT_BLOCKS_RATIO = 2
-"""Up to so many times the blocks are accepted to avoid offloading, which costs up to 5 % of a step
-on a CPU; beyond that, blocks get too short for the matrix products of a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +32,7 @@ class ModelShape:
         layers: Decoder layers.
         hidden: Size of the residual stream.
         query_size: Query heads times head size.
+        query_heads: Each has one log-sum-exp a token.
         key_size: Key/value heads times head size.
         mlp_size: Intermediate size that a token uses (of experts: chosen ones times their size).
         vocabulary: Rows of the head.
@@ -64,6 +55,7 @@ class ModelShape:
     vocabulary: int
     value_bytes: int
     wide_bytes: int
+    query_heads: int = 1
     is_head_normed: bool = True
     experts: int = 0
     experts_per_token: int = 0
@@ -72,7 +64,7 @@ class ModelShape:
     draft: DraftShape | None = None
     adapters: AdapterShape | None = None
 
-    def saved_bytes_per_token(self, *, is_carried: bool) -> int:
+    def saved_bytes_per_token(self, *, is_carried: bool, recomputed_layers: int = 0) -> int:
         """Bytes that autograd keeps of one token between forward and backward, in all layers.
 
         Each norm's input and output and the residual stream; queries, output and its copy for the
@@ -81,6 +73,10 @@ class ModelShape:
         one its input, output and weight (and the weight again in the order of the experts),
         indices, and the expert route of the engine if there is one. Of a frozen model less
         (`AdapterShape.unkept_values`); experts count in full, which is an upper bound.
+
+        Of a recomputed layer it keeps `recomputed_bytes_per_token`. When backward reaches one, the
+        layers after it are freed, so the rest of its activations need no room of their own as long
+        as one layer at the end is not recomputed.
         """
         heads = 3 * self.query_size + (0 if is_carried else 2 * self.key_size)
         heads += self.query_size + self.key_size if self.is_head_normed else 0
@@ -92,9 +88,25 @@ class ModelShape:
             values -= self.adapters.unkept_values(self.hidden, self.query_size, mlp_size)
         weights = (self.experts + 2 * self.experts_per_token) * self.wide_bytes
         routes = weights + self.experts_per_token * (ROUTE_BYTES + self.expert_index_bytes)
-        return self.layers * (values * self.value_bytes + routes)
+        kept = (self.layers - recomputed_layers) * (values * self.value_bytes + routes)
+        return kept + recomputed_layers * self.recomputed_bytes_per_token
 
-    def block_bytes(self, tokens: int, *, chunk: int, is_carried: bool) -> int:
+    @property
+    def recomputed_bytes_per_token(self) -> int:
+        """Bytes that a layer which runs forward again keeps of one token until backward reaches it.
+
+        Its input, its attention's output and log-sum-exp; the engine's expert route stays too.
+        """
+        values = (self.hidden + self.query_size) * self.value_bytes
+        return (
+            values
+            + self.query_heads * self.wide_bytes
+            + self.experts_per_token * self.expert_index_bytes
+        )
+
+    def block_bytes(
+        self, tokens: int, *, chunk: int, is_carried: bool, recomputed_layers: int = 0
+    ) -> int:
         """The most bytes of a block's forward and backward, without carries.
 
         At each peak there are, besides what autograd keeps, tensors of the residual stream's size:
@@ -111,17 +123,22 @@ class ModelShape:
         A draft head runs after that, on the decoder's output of all tokens: it is held until then,
         or offloaded if the tokens run in blocks.
         """
-        return max(peak.bytes_of(tokens) for peak in self._peaks(chunk, is_carried=is_carried))
+        peaks = self._peaks(chunk, is_carried=is_carried, recomputed_layers=recomputed_layers)
+        return max(peak.bytes_of(tokens) for peak in peaks)
 
-    def block_tokens(self, free_bytes: int, *, chunk: int, is_carried: bool) -> int:
+    def block_tokens(
+        self, free_bytes: int, *, chunk: int, is_carried: bool, recomputed_layers: int = 0
+    ) -> int:
         """Tokens of the longest block whose `block_bytes` fit; 0 if no block fits."""
-        peaks = self._peaks(chunk, is_carried=is_carried)
+        peaks = self._peaks(chunk, is_carried=is_carried, recomputed_layers=recomputed_layers)
         return max(0, min(peak.tokens_in(free_bytes) for peak in peaks))
 
-    def _peaks(self, chunk: int, *, is_carried: bool) -> tuple[Peak, ...]:
+    def _peaks(self, chunk: int, *, is_carried: bool, recomputed_layers: int) -> tuple[Peak, ...]:
         row = self.hidden * self.value_bytes
         held = 3 if is_carried or self.draft else 2
-        kept = self.saved_bytes_per_token(is_carried=is_carried) + held * row
+        kept = held * row + self.saved_bytes_per_token(
+            is_carried=is_carried, recomputed_layers=recomputed_layers
+        )
         is_frozen = self.adapters is not None
         head_grad = self.vocabulary * row if self.is_head_tied and not is_frozen else 0
         input_grad = self.mlp_size * self.value_bytes
@@ -147,12 +164,13 @@ class ModelShape:
         - The last layer's MLP: the gradients of its activation and of up.
         - Experts: for each chosen one the gradient of its output in the order of the tokens and in
           the order of the experts, and the product of that gradient with the output. All are wide,
-          as the routing weights are.
+          as the routing weights are; in a narrow dtype the gradient is there once more, rounded.
         """
         is_narrow = self.value_bytes < self.wide_bytes
         norm = self.value_bytes + 2 * self.wide_bytes
         norm += self.wide_bytes + self.value_bytes if is_narrow else 0
-        experts = 3 * self.experts_per_token * self.wide_bytes
+        rounded = self.value_bytes if is_narrow else 0
+        experts = self.experts_per_token * (3 * self.wide_bytes + rounded)
         return max(self.hidden * max(norm, experts), 2 * self.mlp_size * self.value_bytes)
 
     @property
@@ -210,6 +228,7 @@ class Microbatch:
         groups: Indices into the step's forests, ascending.
         blocks: (start, end) over the joint layout, in order; one block if everything fits.
         is_offloaded: True if keys and values off the live path go to the policy's offload store.
+        recomputed_layers: So many of the first layers run forward again in backward; 0 in blocks.
         predicted_bytes: The most that it holds at once, without parameters and their gradients; 0
             if ranks share the group.
     """
@@ -217,50 +236,8 @@ class Microbatch:
     groups: tuple[int, ...]
     blocks: tuple[tuple[int, int], ...]
     is_offloaded: bool = False
+    recomputed_layers: int = 0
     predicted_bytes: int = 0
-
-
-def plan_step(
-    forests: Sequence[Forest],
-    *,
-    shape: ModelShape,
-    budget_bytes: int,
-    head_chunk: int,
-    carried: Literal["forest", "path"] = "forest",
-) -> tuple[Microbatch, ...]:
-    """The microbatches of one process.
-
-    With `carried="path"` blocks hold the keys of the live path only, as in a process that runs a
-    group alone; with "forest" those of all tokens, as in ranks that run one group together.
-
-    Example: a budget for 100 tokens and groups of 60, 30 and 150 tokens give the microbatches
-    (0, 1) in one block and (2) in several.
-
-    Raises:
-        ValueError: the budget is below the least that a group needs.
-    """
-
-    def in_blocks(group: int) -> Microbatch:
-        if carried == "forest":
-            blocks = _blocks(
-                forests[group].token_count,
-                shape=shape,
-                budget_bytes=budget_bytes,
-                head_chunk=head_chunk,
-            )
-            return Microbatch(groups=(group,), blocks=blocks)
-        return path_microbatch(
-            group, forests[group], shape=shape, budget_bytes=budget_bytes, head_chunk=head_chunk
-        )
-
-    tokens = [forest.token_count for forest in forests]
-    capacity = shape.block_tokens(budget_bytes, chunk=head_chunk, is_carried=False)
-    return tuple(
-        in_blocks(groups[0])
-        if sum(tokens[group] for group in groups) > capacity
-        else _whole(groups, tokens=tokens, shape=shape, head_chunk=head_chunk)
-        for groups in packed(range(len(forests)), tokens=tokens, capacity=capacity)
-    )
 
 
 def least_budget_bytes(shape: ModelShape, *, longest_path: int, head_chunk: int) -> int:
@@ -276,124 +253,3 @@ def least_budget_bytes(shape: ModelShape, *, longest_path: int, head_chunk: int)
     return shape.block_bytes(
         BLOCK_TOKENS_MIN, chunk=head_chunk, is_carried=True
     ) + shape.carry_bytes(longest_path + BLOCK_TOKENS_MIN)
-
-
-def path_microbatch(
-    group: int, forest: Forest, *, shape: ModelShape, budget_bytes: int, head_chunk: int
-) -> Microbatch:
-    """The group in the fewest even blocks that fit, with keys and values on the device if possible.
-
-    They are offloaded if nothing else fits, or if keeping them would take more than
-    `KEPT_BLOCKS_RATIO` times the blocks.
-
-    Raises:
-        ValueError: the budget is below the least.
-    """
-    offloaded: Microbatch | None = None
-    for blocks in _even_blocks(forest.token_count):
-        if offloaded is not None and len(blocks) > KEPT_BLOCKS_RATIO * len(offloaded.blocks):
-            return offloaded
-        needed = _path_bytes(forest, blocks, shape=shape, head_chunk=head_chunk)
-        if needed.live + needed.stored <= budget_bytes:
-            return Microbatch(
-                groups=(group,), blocks=blocks, predicted_bytes=needed.live + needed.stored
-            )
-        if offloaded is None and needed.live <= budget_bytes:
-            offloaded = Microbatch(
-                groups=(group,), blocks=blocks, is_offloaded=True, predicted_bytes=needed.live
-            )
-    if offloaded is not None:
-        return offloaded
-    longest = int(forest.position_N.max()) + 1
-    least = least_budget_bytes(shape, longest_path=longest, head_chunk=head_chunk)
-    raise ValueError(
-        f"trainer.memory_budget_bytes is {budget_bytes}, but a tree of {forest.token_count} tokens "
-        f"with a longest path of {longest} needs at most {least}; raise it to that"
-    )
-
-
-def _even_blocks(tokens: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """The tokens in 2 even blocks, then in more, down to blocks of the least size."""
-    count = 1
-    while count == 1 or -(-tokens // count) >= BLOCK_TOKENS_MIN:
-        count += 1 + count // 8  # By an eighth at a time: a large tree has thousands of choices.
-        size = max(BLOCK_TOKENS_MIN, -(-tokens // count))
-        yield tuple((start, min(start + size, tokens)) for start in range(0, tokens, size))
-
-
-@dataclass(frozen=True, slots=True)
-class _PathBytes:
-    live: int
-    stored: int
-
-
-def _path_bytes(
-    forest: Forest, blocks: tuple[tuple[int, int], ...], *, shape: ModelShape, head_chunk: int
-) -> _PathBytes:
-    size = max(end - start for start, end in blocks)
-    slots = max(int(forest.position_N[start]) + end - start for start, end in blocks)
-    return _PathBytes(
-        live=shape.block_bytes(size, chunk=head_chunk, is_carried=True) + shape.carry_bytes(slots),
-        stored=_path_tokens(forest, [start for start, _ in blocks]) * shape.key_bytes_per_token,
-    )
-
-
-def _path_tokens(forest: Forest, starts: Sequence[int]) -> int:
-    """How many tokens are an ancestor of at least one of the starts, which ascend.
-
-    An ancestor of a start that lies before the PREVIOUS start is that one's ancestor too and
-    already counted, so each start adds only its ancestors from the previous start on.
-    """
-    first_M, parent_M = forest.segment_start_M.tolist(), forest.segment_parent_M.tolist()
-    counted = previous = 0
-    for start in starts:
-        above = int(forest.parent_N[start])
-        segment = bisect_right(first_M, above) - 1
-        while above >= previous:
-            counted += above + 1 - max(first_M[segment], previous)
-            above, segment = int(forest.parent_N[first_M[segment]]), parent_M[segment]
-        previous = start
-    return counted
-
-
-def _whole(
-    groups: Sequence[int], *, tokens: Sequence[int], shape: ModelShape, head_chunk: int
-) -> Microbatch:
-    count = sum(tokens[group] for group in groups)
-    return Microbatch(
-        groups=tuple(groups),
-        blocks=((0, count),),
-        predicted_bytes=shape.block_bytes(count, chunk=head_chunk, is_carried=False),
-    )
-
-
-def packed(groups: Sequence[int], *, tokens: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
-    """Runs of groups whose tokens fit together; a group that does not fit is alone in its run."""
-    runs: list[tuple[int, ...]] = []
-    waiting: tuple[int, ...] = ()
-    for group in groups:
-        if tokens[group] > capacity:
-            runs.append((group,))
-            continue
-        if sum(tokens[other] for other in waiting) + tokens[group] > capacity:
-            runs.append(waiting)
-            waiting = ()
-        waiting = (*waiting, group)
-    return [*runs, waiting] if waiting else runs
-
-
-def _blocks(
-    tokens: int, *, shape: ModelShape, budget_bytes: int, head_chunk: int
-) -> tuple[tuple[int, int], ...]:
-    carry_bytes = shape.carry_bytes(tokens)
-    free_bytes = budget_bytes - carry_bytes
-    size = shape.block_tokens(free_bytes, chunk=head_chunk, is_carried=True)
-    if size < BLOCK_TOKENS_MIN:
-        least = shape.block_bytes(BLOCK_TOKENS_MIN, chunk=head_chunk, is_carried=True)
-        raise ValueError(
-            f"trainer.memory_budget_bytes is {carry_bytes + least - budget_bytes} bytes too small "
-            f"for a tree of {tokens} tokens"
-        )
-    count = -(-tokens // size)
-    even = -(-tokens // count)
-    return tuple((start, min(start + even, tokens)) for start in range(0, tokens, even))

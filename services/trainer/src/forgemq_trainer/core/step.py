@@ -286,14 +286,16 @@ def _array(values: Tensor) -> Floats:
 
 def _run(forward: TreeForward, forest_loss: _ForestLoss, microbatch: Microbatch) -> EntryValues:
     if len(microbatch.blocks) == 1:
-        return _run_whole(forward, forest_loss)
+        return _run_whole(forward, forest_loss, recomputed_layers=microbatch.recomputed_layers)
     keys = forward.path_keys(microbatch.blocks, is_offloaded=microbatch.is_offloaded)
     return _run_in_blocks(forward, forest_loss, microbatch.blocks, keys)
 
 
-def _run_whole(forward: TreeForward, forest_loss: _ForestLoss) -> EntryValues:
+def _run_whole(
+    forward: TreeForward, forest_loss: _ForestLoss, *, recomputed_layers: int
+) -> EntryValues:
     """Run all tokens forward and backward at once."""
-    logprob_E, entropy_E = forward.whole()
+    logprob_E, entropy_E = forward.whole(recomputed_layers=recomputed_layers)
     total, result = forest_loss.of(logprob_E)
     # A forest without entries has nothing to differentiate.
     if logprob_E.requires_grad:

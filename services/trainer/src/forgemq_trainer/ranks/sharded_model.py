@@ -8,7 +8,7 @@ from torch import Tensor
 
 from forgemq_contracts.run import RunConfiguration
 from forgemq_trainer.core.assignment import Round, plan_rounds
-from forgemq_trainer.core.memory import plan_step
+from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.reference import read_logprobs
 from forgemq_trainer.core.rounds import (
     forward_backward_rounds,

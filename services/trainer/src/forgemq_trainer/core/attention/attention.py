@@ -7,6 +7,7 @@ Shapes: T queries of this run, H query heads, N tokens, K key/value heads, S slo
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,6 +51,27 @@ class BlockKeys:
     subtree_end_S: Integers
 
 
+class KeptOutput:
+    """Output and log-sum-exp of one layer's attention, for a layer that runs forward twice.
+
+    The first forward fills it; the second, in backward, takes them out instead of attending again.
+    """
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._tensors: tuple[Tensor, Tensor] | None = None
+
+    def of(self, attend: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """What `attend` returned in the first forward."""
+        if self._tensors is not None:
+            kept, self._tensors = self._tensors, None
+            return kept
+        output, log_sum_exp = attend()
+        # Autograd attaches the graph to the tensor that it gets; detached, the kept one holds none.
+        self._tensors = output.detach(), log_sum_exp.detach()
+        return output, log_sum_exp
+
+
 class RunAttention(Protocol):
     """Attention of one run of queries, each over its ancestors and itself, for every layer."""
 
@@ -62,8 +84,13 @@ class RunAttention(Protocol):
         *,
         scale: float,
         carry: Carry | None,
+        kept: KeptOutput | None = None,
     ) -> Tensor:
-        """[T, H, D], of the queries' dtype; query head h reads key head h // (H / K)."""
+        """[T, H, D], of the queries' dtype; query head h reads key head h // (H / K).
+
+        A layer that runs forward twice passes `kept` both times. A backend may attend twice
+        instead.
+        """
         ...
 
 
@@ -89,10 +116,12 @@ class TreeAttention:
     Attributes:
         attend: Attention of this run of queries.
         carries: One for each layer; empty if the run is the whole forest.
+        kept: One for each of the first layers, those that run forward again in backward.
     """
 
     attend: RunAttention
     carries: tuple[Carry, ...] = ()
+    kept: tuple[KeptOutput, ...] = ()
 
 
 def attention_interface(
@@ -143,6 +172,7 @@ def attention_interface(
         value[0].transpose(0, 1),
         scale=1 / math.sqrt(query.shape[-1]) if scaling is None else scaling,
         carry=tree_attention.carries[layer] if tree_attention.carries else None,
+        kept=tree_attention.kept[layer] if layer < len(tree_attention.kept) else None,
     )
     return output_THD[None], None
 

@@ -19,7 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgemq_trainer.core.attention.attention import BlockKeys, Carry, RunAttention
+from forgemq_trainer.core.attention.attention import (
+    BlockKeys,
+    Carry,
+    KeptOutput,
+    RunAttention,
+)
 from forgemq_trainer.core.attention.plan import AttentionPlan, Range
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -46,6 +51,7 @@ class CpuAttention:
             *,
             scale: float,
             carry: Carry | None,
+            kept: KeptOutput | None = None,
         ) -> Tensor:
             count, heads, size = query_THD.shape
             key_heads = key_TKD.shape[1]
@@ -53,7 +59,7 @@ class CpuAttention:
                 query_THD.reshape(count, key_heads, heads // key_heads, size).transpose(0, 1),
                 key_TKD.transpose(0, 1),
                 value_TKD.transpose(0, 1),
-                AttentionRun(plan=keys.plan, scale=scale, carry=carry),
+                AttentionRun(plan=keys.plan, scale=scale, carry=carry, kept=kept),
             )
             return output_KTQD.transpose(0, 1).flatten(1, 2)
 
@@ -68,11 +74,13 @@ class AttentionRun:
         plan: Pieces of the run.
         scale: Multiplies the scores.
         carry: Keys of earlier blocks; None if the run is the whole forest.
+        kept: Of a layer that runs forward twice.
     """
 
     plan: AttentionPlan
     scale: float
     carry: Carry | None = None
+    kept: KeptOutput | None = None
 
     @property
     def key_start(self) -> int:
@@ -122,7 +130,11 @@ class _TreeFlash(torch.autograd.Function):
             carry.key_KND[:, plan.start : plan.end] = keys
             carry.value_KND[:, plan.start : plan.end] = values
             keys, values = carry.key_KND, carry.value_KND
-        output_KTQD, lse_KTQ = _forward_pieces(query_KTQD, keys, values, run)
+
+        def attended() -> tuple[Tensor, Tensor]:
+            return _forward_pieces(query_KTQD, keys, values, run)
+
+        output_KTQD, lse_KTQ = attended() if run.kept is None else run.kept.of(attended)
         ctx.save_for_backward(query_KTQD, keys, values, output_KTQD, lse_KTQ)
         ctx.run = run
         return output_KTQD

@@ -26,6 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from forgemq_trainer.core.attention.attention import (
     BlockKeys,
     Carry,
+    KeptOutput,
     RunAttention,
     write_into_carry,
 )
@@ -107,7 +108,10 @@ def flex_attention_of(keys: BlockKeys, *, kernel: FlexKernel, device: torch.devi
         *,
         scale: float,
         carry: Carry | None,
+        kept: KeptOutput | None = None,
     ) -> Tensor:
+        # FlexAttention takes no output from elsewhere: a layer that runs again attends again.
+        del kept
         key_KTD, value_KTD = key_TKD.transpose(0, 1), value_TKD.transpose(0, 1)
         if carry is None:
             key_KSD, value_KSD = _in_blocks(key_KTD), _in_blocks(value_KTD)

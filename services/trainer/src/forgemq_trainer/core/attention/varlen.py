@@ -21,7 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgemq_trainer.core.attention.attention import BlockKeys, Carry, RunAttention
+from forgemq_trainer.core.attention.attention import (
+    BlockKeys,
+    Carry,
+    KeptOutput,
+    RunAttention,
+)
 from forgemq_trainer.core.attention.flash_varlen import ForwardTensors, PackedPieces, VarlenKernel
 from forgemq_trainer.core.attention.plan import AttentionPlan, Range
 
@@ -115,9 +120,10 @@ def varlen_attention_of(
         *,
         scale: float,
         carry: Carry | None,
+        kept: KeptOutput | None = None,
     ) -> Tensor:
         output = _TreeVarlen.apply(
-            query_THD, key_TKD, value_TKD, _Run(calls, kernel, own, scale, carry)
+            query_THD, key_TKD, value_TKD, _Run(calls, kernel, own, scale, carry, kept)
         )
         assert isinstance(output, Tensor)
         return output
@@ -132,6 +138,7 @@ class _Run:
     own: slice
     scale: float
     carry: Carry | None
+    kept: KeptOutput | None
 
 
 class _TreeVarlen(torch.autograd.Function):
@@ -147,23 +154,11 @@ class _TreeVarlen(torch.autograd.Function):
         if run.carry is not None:
             keys, values = run.carry.key_KND.transpose(0, 1), run.carry.value_KND.transpose(0, 1)
             keys[run.own], values[run.own] = key_TKD, value_TKD
-        wide = torch.promote_types(query_THD.dtype, torch.float32)
-        output_THD = torch.empty_like(query_THD, dtype=wide)
-        lse_HT = output_THD.new_empty(output_THD.shape[1::-1])
-        for call in run.calls:
-            piece_PHD, lse_HP = run.kernel.forward(
-                _packed(query_THD, call.queries),
-                _packed(keys, call.keys),
-                _packed(values, call.keys),
-                call.pieces,
-                scale=run.scale,
-            )
-            if call.pieces.is_causal:  # The first call: the chains are all queries, in order.
-                output_THD.copy_(piece_PHD)
-                lse_HT.copy_(lse_HP)
-            else:
-                _merge(output_THD, lse_HT, piece_PHD, lse_HP, queries=call.queries)
-        output = output_THD.to(query_THD.dtype)
+
+        def attended() -> tuple[Tensor, Tensor]:
+            return _forward_calls(query_THD, keys, values, run)
+
+        output, lse_HT = attended() if run.kept is None else run.kept.of(attended)
         ctx.save_for_backward(query_THD, keys, values, output, lse_HT)
         ctx.run = run
         return output
@@ -206,6 +201,29 @@ class _TreeVarlen(torch.autograd.Function):
             value_grad[run.own].to(values.dtype, copy=True),
             None,
         )
+
+
+def _forward_calls(
+    query_THD: Tensor, keys: Tensor, values: Tensor, run: _Run
+) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exps of all calls, merged by query."""
+    wide = torch.promote_types(query_THD.dtype, torch.float32)
+    output_THD = torch.empty_like(query_THD, dtype=wide)
+    lse_HT = output_THD.new_empty(output_THD.shape[1::-1])
+    for call in run.calls:
+        piece_PHD, lse_HP = run.kernel.forward(
+            _packed(query_THD, call.queries),
+            _packed(keys, call.keys),
+            _packed(values, call.keys),
+            call.pieces,
+            scale=run.scale,
+        )
+        if call.pieces.is_causal:  # The first call: the chains are all queries, in order.
+            output_THD.copy_(piece_PHD)
+            lse_HT.copy_(lse_HP)
+        else:
+            _merge(output_THD, lse_HT, piece_PHD, lse_HP, queries=call.queries)
+    return output_THD.to(query_THD.dtype), lse_HT
 
 
 def _merge(
