@@ -110,11 +110,14 @@ def _budget(shape: ModelShape, forests: list[Forest], plan: str) -> int:
         return 10**9
     if plan == "packed":  # Each group fits; those of one rank do not fit side by side.
         return shape.block_bytes(largest, chunk=CHUNK, is_carried=False)
-    if plan == "recomputed":  # With one of both layers recomputed, each group fits.
-        return shape.block_bytes(largest, chunk=CHUNK, is_carried=False, recomputed_layers=1)
+    # With one of both layers recomputed, each group fits.
+    recomputed = shape.block_bytes(largest, chunk=CHUNK, is_carried=False, recomputed_layers=1)
+    if plan == "recomputed":
+        return recomputed
     tokens = {"halved": largest // 2 + 10, "blocks": BLOCK_TOKENS_MIN}[plan]
     carries = largest * shape.carry_bytes_per_token
-    return shape.block_bytes(tokens, chunk=CHUNK, is_carried=True) + carries
+    shared = shape.block_bytes(tokens, chunk=CHUNK, is_carried=True) + carries
+    return min(shared, recomputed - 1)
 
 
 def _check_plan(rounds: tuple[Round, ...], plan: str) -> None:
@@ -136,7 +139,7 @@ def _check_plan(rounds: tuple[Round, ...], plan: str) -> None:
             ]
             assert (0 in layers, 1 in layers, blocks) == (True, True, [])
         case "halved":
-            assert (len(own), blocks) == (1, [1, 1])
+            assert (len(own), blocks) == (1, [1])
         case _:
             assert own
             assert max(blocks) > 2
