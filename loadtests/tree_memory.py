@@ -9,6 +9,9 @@ settings. Two peaks are compared with the prediction:
 
 `resident` does not count the file of offloaded keys, whose pages are the kernel's cache.
 
+The case `ways` trains one tree whole with everything kept, with all layers recomputed but one, and
+in blocks that need as much memory as that. All run in one process, in turn, on one heap.
+
 `make load NAME=tree_memory JSON=memory.json`
 """
 
@@ -18,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +33,7 @@ from tree_training import MEBIBYTE, MODEL
 from tree_workloads import SHAPES, Shape, merged_tree, requests
 
 from forgemq_trainer.core.memory import Microbatch, ModelShape
-from forgemq_trainer.core.microbatches import plan_step
+from forgemq_trainer.core.microbatches import path_microbatch, plan_step
 from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import Forest, read_tree
 from forgemq_trainer.heap import suit_heap
@@ -82,6 +86,14 @@ SCALED_8B = {
 }
 """Qwen3-8B with 1/16 of its widths, 1/64 of its query size, 1/32 of its vocabulary, 2 layers."""
 
+WAYS = "ways"
+"""The case that compares kept, recomputed and blocks."""
+
+WAYS_TREE = Shape(rollouts=3, turns=16, prompt=512, act=40, observe=60)
+WAYS_LAYERS = 8
+WAYS_ROUNDS = 2
+"""After one that is not counted."""
+
 CASES = {
     "small, room": Case(tree=SHAPES["A"], budget_share=4.0),
     "small, whole": Case(tree=SHAPES["A"], budget_share=1.0),
@@ -132,6 +144,55 @@ def rows_of(case: Case) -> list[Row]:
         tensors = peak_allocated_bytes(lambda: _train(loaded, forest, run))
         rows.append(("tensors", tensors / MEBIBYTE, "MiB"))
         rows.append(("tensors_over_predicted", tensors / plan.predicted_bytes, "x"))
+    return rows
+
+
+def rows_of_ways() -> list[Row]:
+    """Train one tree in three ways; returns their seconds and peaks, also as ratios."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3", **(MODEL | {"num_hidden_layers": WAYS_LAYERS}))
+    loaded = prepare(AutoModelForCausalLM.from_config(config))
+    forest, shape = read_tree(merged_tree(requests(WAYS_TREE))), loaded.policy.shape
+    tokens, layers = forest.token_count, shape.layers
+    whole, recomputed = (
+        Microbatch(
+            groups=(0,),
+            blocks=((0, tokens),),
+            recomputed_layers=count,
+            predicted_bytes=shape.block_bytes(
+                tokens, chunk=HEAD_CHUNK, is_carried=False, recomputed_layers=count
+            ),
+        )
+        for count in (0, layers - 1)
+    )
+    blocks = path_microbatch(
+        0, forest, shape=shape, budget_bytes=recomputed.predicted_bytes, head_chunk=HEAD_CHUNK
+    )
+    suit_heap(predicted_bytes=0, budget_bytes=whole.predicted_bytes)  # It keeps what is freed.
+    ways = {"kept": whole, "recomputed": recomputed, "blocks": blocks}
+    cpu_s = dict.fromkeys(ways, 0.0)
+    for count in range(1 + WAYS_ROUNDS):
+        for name, way in ways.items():
+            started_s = time.process_time()
+            _train(loaded, forest, way)
+            cpu_s[name] += (time.process_time() - started_s) * (count > 0)
+    rows: list[Row] = [
+        ("tree_tokens", tokens, "tokens"),
+        ("recomputed_layers", recomputed.recomputed_layers, "layers"),
+        ("blocks", len(blocks.blocks), "blocks"),
+        ("is_offloaded", float(blocks.is_offloaded), ""),
+    ]
+    tensors = {
+        name: peak_allocated_bytes(partial(_train, loaded, forest, way))
+        for name, way in ways.items()
+    }
+    for name, way in ways.items():
+        rows.append((f"{name}_cpu_s", cpu_s[name] / WAYS_ROUNDS, "s"))
+        rows.append((f"{name}_tensors", tensors[name] / MEBIBYTE, "MiB"))
+        rows.append((f"{name}_tensors_over_predicted", tensors[name] / way.predicted_bytes, "x"))
+        rows.append((f"{name}_time_over_kept", cpu_s[name] / cpu_s["kept"], "x"))
+        rows.append((f"{name}_tensors_over_kept", tensors[name] / tensors["kept"], "x"))
     return rows
 
 
@@ -196,9 +257,10 @@ def main() -> int:
         },
     )
     processes = multiprocessing.get_context("spawn")
-    for name in options.case or CASES:
+    for name in options.case or (*CASES, WAYS):
         with processes.Pool(1) as pool:
-            for metric, value, unit in pool.apply(rows_of, (CASES[name],)):
+            rows = pool.apply(rows_of_ways) if name == WAYS else pool.apply(rows_of, (CASES[name],))
+            for metric, value, unit in rows:
                 measurement.row(name, metric, value, unit)
     return measurement.finish(options.json)
 

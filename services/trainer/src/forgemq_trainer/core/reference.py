@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from forgemq_trainer.core.forward import PolicyModel, TreeForward
 from forgemq_trainer.core.memory import Microbatch
@@ -70,6 +71,11 @@ def read_logprobs(
 ) -> Floats:
     """Log-probability of each entry under the policy, nats; no gradient is computed."""
     forward = TreeForward(policy, forest, head_chunk=head_chunk)
+    if len(microbatch.blocks) == 1:
+        # Without carries, which may need more than a forest whose layers are recomputed.
+        with torch.no_grad():
+            logprob_E, _ = forward.whole()
+        return np.asarray(logprob_E.double().cpu().numpy())
     edges = [forward.edges(start, end) for start, end in microbatch.blocks]
     keys = forward.path_keys(microbatch.blocks, is_offloaded=microbatch.is_offloaded)
     logprob_E, _ = forward.read(microbatch.blocks, edges, keys)
