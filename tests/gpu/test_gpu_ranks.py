@@ -14,7 +14,8 @@ from torch import Tensor
 from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.assignment import SharedRound, plan_rounds
 from forgemq_trainer.core.loss import loss_function
-from forgemq_trainer.core.memory import BLOCK_TOKENS_MIN, ModelShape, plan_step
+from forgemq_trainer.core.memory import BLOCK_TOKENS_MIN, ModelShape
+from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.rounds import forward_backward_rounds
 from forgemq_trainer.core.step import Objective, forward_backward, group_loss_weights
 from forgemq_trainer.core.tree import Forest, read_tree

@@ -80,6 +80,7 @@ class PlannedGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         way: Whole on one rank, in blocks on one rank, or shared by all ranks.
         blocks: How many follow one another.
         block_tokens: Most tokens of one, over all ranks.
+        recomputed_layers: Layers that run forward again in backward.
         is_offloaded: Keys and values off the live path go to host memory.
         stored_bytes: At most so many of them.
         predicted_bytes: Most bytes on a rank at once, fixed part apart; 0 if ranks share the group.
@@ -90,6 +91,7 @@ class PlannedGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     way: Literal["whole", "blocks", "shared", "none"]
     blocks: int = 0
     block_tokens: int = 0
+    recomputed_layers: int = 0
     is_offloaded: bool = False
     stored_bytes: int = 0
     predicted_bytes: int = 0
@@ -109,7 +111,8 @@ class PlannedStep(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
         tree_tokens: Of the step's trees.
         flops: Of a forward and a backward of the step's trees, once.
         slowest_flops: Of the rank that computes longest, summed over the rounds in which ranks wait
-            for one another; with the second forward of blocks.
+            for one another; with the second forward of blocks and of
+            recomputed layers.
         forwards: Passes over all layers, each of which gathers the weights.
         backwards: The same; each also reduces the gradients.
         exchanged_bytes: Keys, values and their gradients that ranks exchange.

@@ -20,7 +20,7 @@ from forgemq_launcher.upkeep.engine_servers import options_of_engines
 from forgemq_launcher.user_code import check_user_code
 from forgemq_sglang_cpu.options import command_line, is_mixture
 from forgemq_trainer.core.loss import loss_function
-from forgemq_trainer.core.memory import plan_step
+from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import read_tree
 from forgemq_trainer.model import prepare

@@ -69,7 +69,8 @@ def _way(group: PlannedGroup) -> str:
     blocks = f"in {group.blocks} blocks of up to {group.block_tokens:,} tokens"
     match group.way:
         case "whole":
-            return "whole"
+            again = f", {group.recomputed_layers} layers recomputed"
+            return "whole" + (again if group.recomputed_layers else "")
         case "blocks":
             offloaded = f", keys off the path in host memory: {size(group.stored_bytes)} at most"
             return blocks + (offloaded if group.is_offloaded else "")

@@ -11,7 +11,8 @@ import msgspec
 from forgemq_contracts.trainer_plan import PlannedGroup, PlannedStep
 from forgemq_trainer.core.assignment import OwnRound, Round, SharedRound, plan_rounds
 from forgemq_trainer.core.flops import Flops, flops_of_tree
-from forgemq_trainer.core.memory import Microbatch, ModelShape, plan_step
+from forgemq_trainer.core.memory import Microbatch, ModelShape
+from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.tree import Forest
 
 
@@ -50,6 +51,7 @@ def planned_group(forest: Forest, *, shape: ModelShape, ranks: Ranks) -> Planned
         way="whole" if len(batch.blocks) == 1 else "blocks",
         blocks=len(batch.blocks),
         block_tokens=max(end - start for start, end in batch.blocks),
+        recomputed_layers=batch.recomputed_layers,
         is_offloaded=batch.is_offloaded,
         stored_bytes=tokens * shape.key_bytes_per_token if batch.is_offloaded else 0,
         predicted_bytes=batch.predicted_bytes,
@@ -78,7 +80,9 @@ def planned_step(forests: Sequence[Forest], *, shape: ModelShape, ranks: Ranks) 
     passes = [_block_count(each) for each in rounds]
     return msgspec.structs.replace(
         plan,
-        slowest_flops=sum(_slowest(each, flops, world_size=ranks.world_size) for each in rounds),
+        slowest_flops=sum(
+            _slowest(each, flops, shape=shape, world_size=ranks.world_size) for each in rounds
+        ),
         # A run in several blocks goes forward once for all log-probabilities, and again.
         forwards=sum(count * _forwards(count) for count in passes),
         backwards=sum(passes),
@@ -120,17 +124,29 @@ def _block_count(planned: Round) -> int:
     return max(len(batch.blocks) for batch in _microbatches(planned))
 
 
-def _slowest(planned: Round, flops: Sequence[Flops], *, world_size: int) -> float:
+def _slowest(
+    planned: Round, flops: Sequence[Flops], *, shape: ModelShape, world_size: int
+) -> float:
     if isinstance(planned, SharedRound):
         cost = flops[planned.group]
         return (cost.total + _second_forward(cost, len(planned.blocks))) / world_size
     return max(
         sum(
-            flops[group].total + _second_forward(flops[group], len(batch.blocks))
+            flops[group].total
+            + _second_forward(flops[group], len(batch.blocks))
+            + _recomputation(flops[group], share=batch.recomputed_layers / shape.layers)
             for group in batch.groups
         )
         for batch in _microbatches(planned)
     )
+
+
+def _recomputation(cost: Flops, *, share: float) -> float:
+    """Operations of the layers that run their matrix products again in backward.
+
+    Their attention's output is kept on most backends, and the head runs once.
+    """
+    return cost.weights * 2 / 6 * share
 
 
 def _second_forward(cost: Flops, blocks: int) -> float:
