@@ -1,6 +1,6 @@
 """The recipes as `forgemq plan` plans them, and the blocks of their pages that show it.
 
-`PYTHONPATH=.:loadtests python -m tests.unit.recipes.planned_recipes` writes the blocks anew.
+`PYTHONPATH=.:loadtests python -m tests.unit.recipes.planned_recipes` writes the blocks again.
 """
 
 import re

@@ -41,7 +41,7 @@ FILES = sorted(RECIPES.glob("*/*.toml"))
 
 @pytest.mark.parametrize(("file", "machines"), PAGES, ids=lambda each: str(each)[:8])
 def test_a_recipes_page_shows_its_plan(file: str, machines: dict[str, Any]):
-    """The module of the recipes' plans says how the blocks are written anew."""
+    """The module of the recipes' plans says how the blocks are written again."""
     shown = BLOCK.search(page_of(file).read_text())
     assert shown is not None
     assert shown[1].splitlines() == list(block_of(report_of(file, **machines)))
