@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from forgemq_contracts import topics
+from forgemq_contracts.lora import Lora
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import TrainedStep
 from forgemq_fp8_blocks import quantise_model
@@ -62,6 +63,24 @@ def trained_and_saved(store: Store, training: Training, *, step: int) -> SavedVe
     saved = store.keep_version(store.write_version(training, lineage=1))
     store.save_checkpoint(training, weights=saved.checkpointed, trained=trained, tree_positions=())
     return saved
+
+
+def test_merged_adapters_are_quantised_and_a_restarted_trainer_publishes_the_same_bytes(
+    tmp_path: Path,
+) -> None:
+    """Its checkpoint has the adapter and no model, so it merges and quantises again."""
+    run = replace(configuration(tmp_path), lora=Lora(rank=4, publish="merged"))
+    store, training = store_of(run, tmp_path), Training(run, device="cpu", checkpoint=None)
+    store.save_restored(training, None, lineage=1)
+    saved = trained_and_saved(store, training, step=0)
+    found = store_of(run, tmp_path).newest_checkpoint()
+    assert found is not None
+    assert not (found.folder / FILE).exists()
+    again = Training(run, device="cpu", checkpoint=found)
+    restored = store_of(run, tmp_path).save_restored(again, found, lineage=2)
+    assert restored.weights.folder.name == "2.1"
+    assert restored.weights.sha256 == saved.weights.sha256
+    assert any(tensor.dtype == torch.float8_e4m3fn for tensor in load_file(saved.files[0]).values())
 
 
 def test_engines_get_8_bit_floats_and_the_checkpoint_keeps_the_weights_in_full(
