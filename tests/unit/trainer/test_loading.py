@@ -1,5 +1,6 @@
 """What is loaded from a folder is what transformers loads, and no rank holds more than its part."""
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -86,7 +87,9 @@ def _status_bytes(field: str) -> int:
 
 def _peak_growth(ranks: Ranks, folder: Path) -> tuple[int, int]:
     """By how much resident memory grew at most while a rank loaded, and the bytes of its shard."""
-    map_large_tensors()  # Else the heap may hold free memory, which would hide a growth.
+    # What an earlier model left, and free memory in the heap, would hide a growth.
+    gc.collect()
+    map_large_tensors()
     Path("/proc/self/clear_refs").write_text("5")  # Makes the highest resident size the present.
     before = _status_bytes("VmRSS")
     loaded = shard(
