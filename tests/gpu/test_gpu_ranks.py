@@ -29,6 +29,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 CHUNK = 64
 HEAD_SIZE = 64
+HIDDEN = 512
+"""So wide that a recomputed layer keeps more than keys, values and their gradients take."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}
 """Relative to the norm of a parameter's gradient."""
@@ -71,7 +73,7 @@ def _budget_bytes(shape: ModelShape, forests: list[Forest], *, is_shared: bool) 
 
 def _of_rank(ranks: Ranks, kind: str, dtype: str, is_shared: bool) -> dict[str, Tensor]:
     forests = _forests(has_experts=kind == "qwen3_moe")
-    model = make_model(kind, torch.float32, head_dim=HEAD_SIZE)
+    model = make_model(kind, torch.float32, head_dim=HEAD_SIZE, hidden_size=HIDDEN)
     policy = shard(prepare(model, device=ranks.device), ranks=ranks, dtype=DTYPES[dtype]).policy
     rounds = plan_rounds(
         forests,
@@ -92,7 +94,7 @@ def _of_rank(ranks: Ranks, kind: str, dtype: str, is_shared: bool) -> dict[str, 
 
 def _of_one_cpu(kind: str) -> dict[str, Tensor]:
     forests = _forests(has_experts=kind == "qwen3_moe")
-    model = make_model(kind, torch.float32, head_dim=HEAD_SIZE)
+    model = make_model(kind, torch.float32, head_dim=HEAD_SIZE, hidden_size=HIDDEN)
     policy = prepare(model).policy
     microbatches = plan_step(forests, shape=policy.shape, budget_bytes=10**9, head_chunk=CHUNK)
     forward_backward(policy, _objective(forests), microbatches, head_chunk=CHUNK)

@@ -31,14 +31,16 @@ TOLERANCE = 2e-3
 
 
 def _trained(training: Training, step: int, *, has_experts: bool) -> TrainingMetrics:
-    tree = merge(agent_samples(np.random.default_rng(step), rollouts=12), f"g-{step}")
+    tree = merge(agent_samples(np.random.default_rng(step), rollouts=24), f"g-{step}")
     if has_experts:
         tree = routed(tree, layers=2, top_k=2, experts=4)
     values = {tree.group_id: topics.encode(tree)}
     return training.train(training.read(scheduled_step(step, [tree]), values))
 
 
-@pytest.mark.parametrize("budget_bytes", [8_000_000_000, 700_000], ids=["whole", "blocks"])
+@pytest.mark.parametrize(
+    "budget_bytes", [8_000_000_000, 2_880_000, 1_300_000], ids=["whole", "recomputed", "blocks"]
+)
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
 def test_a_gpu_trains_as_a_cpu_and_each_goes_on_from_its_checkpoint(
     tmp_path: Path, kind: str, budget_bytes: int
