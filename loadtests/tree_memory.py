@@ -89,7 +89,7 @@ SCALED_8B = {
 WAYS = "ways"
 """The case that compares kept, recomputed and blocks."""
 
-WAYS_TREE = Shape(rollouts=3, turns=16, prompt=512, act=40, observe=60)
+WAYS_TREE = Shape(rollouts=2, turns=8, prompt=512, act=40, observe=60)
 WAYS_LAYERS = 8
 WAYS_ROUNDS = 2
 """After one that is not counted."""
