@@ -19,7 +19,7 @@ class LayerCall:
     """How one decoder layer is called; installed as its checkpointing function in transformers."""
 
     def __init__(self) -> None:
-        """Keep the layer's activations until told otherwise."""
+        """Keep the layer's activations."""
         self.is_recomputed = False
         """Set before each forward."""
 
