@@ -20,7 +20,8 @@ from tree_workloads import VOCABULARY
 
 from forgemq_trainer.core.flops import flops
 from forgemq_trainer.core.memory import ModelShape
-from forgemq_trainer.model import LoadedModel, model_shape, prepare
+from forgemq_trainer.model import LoadedModel, prepare
+from forgemq_trainer.model_sizes import model_shape
 
 CAUSAL_FLASH = "pinned_causal"
 """Name of `causal_flash` in transformers; for a name with "flash" it would load another kernel."""

@@ -63,7 +63,12 @@ def _taken(
 ) -> list[Tensor]:
     """Output and gradients of attention over the whole forest."""
     plan = attention_plan(pieces(forest), start=0, end=forest.token_count)
-    keys = BlockKeys(plan=plan, carries=(), subtree_end_S=forest.subtree_end_N)
+    keys = BlockKeys(
+        plan=plan,
+        carries=(),
+        subtree_end_S=forest.subtree_end_N,
+        position_S=forest.position_N,
+    )
     query, key, value, owed = (tensor.to(device) for tensor in tensors)
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     attend = backend.of_run(keys, dtype=query.dtype, device=device)

@@ -37,9 +37,6 @@ FunctionName: TypeAlias = Annotated[
     ),
 ]
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""`model_type` of the model's config.json: architectures that train exactly on trees."""
-
 ENGINE_QUANTIZATIONS = ("none", "fp8_blocks")
 """How engines may hold the projections of a model: as the trainer does, or as 8-bit floats with a
 scale for each block of 128 x 128."""

@@ -14,7 +14,6 @@ from forgemq_contracts.lora import Lora
 from forgemq_contracts.loss import LOSS_KINDS, Loss, SequenceMask
 from forgemq_contracts.pool import Pool
 from forgemq_contracts.run import (
-    MODEL_TYPES,
     Episodes,
     Evaluation,
     Model,
@@ -26,7 +25,6 @@ from forgemq_contracts.run_rules import check
 from forgemq_contracts.speculation import Speculation
 from forgemq_contracts.stages import Stage, StageDomain
 from forgemq_trainer.core.loss import loss_function
-from forgemq_trainer.model import ARCHITECTURES
 
 SOUND = RunConfiguration(
     run="r",
@@ -277,10 +275,6 @@ def test_a_tree_limit_has_room_for_the_longest_episode(limit):
     trainer = Trainer(steps=1, tree_tokens_max=999)
     with pytest.raises(ValueError, match=r"^trainer\.tree_tokens_max must be at least .* 999 and"):
         check(msgspec.structs.replace(sound, trainer=trainer))
-
-
-def test_the_supported_models_are_those_of_the_trainer():
-    assert set(MODEL_TYPES) == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize(

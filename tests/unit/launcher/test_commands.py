@@ -64,10 +64,13 @@ def test_a_run_that_cannot_work_is_refused_by_name_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
-        (lambda m: (m / "config.json").write_text("{}"), "has model_type ''; supported: llama"),
+        (
+            lambda m: (m / "config.json").write_text("{}"),
+            "has model_type '', which is not supported for tree training",
+        ),
         (
             lambda m: (m / "config.json").write_text('{"model_type": "gpt2"}'),
-            "has model_type 'gpt2'; supported: llama, qwen2, qwen3",
+            "has model_type 'gpt2', which is not supported for tree training: it has dropout",
         ),
         (lambda m: (m / "config.json").write_text("{"), "config.json: Input data was truncated"),
         (lambda m: (m / "tokenizer.json").unlink(), "has no tokenizer (tokenizer.json)"),

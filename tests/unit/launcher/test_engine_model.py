@@ -59,6 +59,13 @@ def test_a_mixture_of_experts_in_8_bit_blocks_needs_a_gpu(tmp_path: Path) -> Non
         check_quantization(run, [EngineOptions()])
 
 
+def test_a_family_that_no_test_has_written_in_8_bits_is_refused(tmp_path: Path) -> None:
+    run = run_with(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    with pytest.raises(MachineError, match="must be none for a model of type deepseek_v3"):
+        check_quantization(run, [EngineOptions(has_gpu=True)])
+
+
 @pytest.mark.parametrize("method", ["awq", "gptq", "fp8", "mxfp4", "compressed-tensors"])
 def test_a_base_model_that_is_quantised_itself_is_refused_by_its_format(
     tmp_path: Path, method: str

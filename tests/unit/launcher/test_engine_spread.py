@@ -30,6 +30,14 @@ EXPERTS = ModelSizes(
     num_experts=128,
     moe_intermediate_size=768,
 )
+OTHER_FIELD = msgspec.structs.replace(
+    EXPERTS,
+    model_type="minimax_m2",
+    num_experts=0,
+    num_local_experts=256,
+    moe_intermediate_size=0,
+    intermediate_size=1536,
+)
 LLAMA = msgspec.structs.replace(DENSE, model_type="llama")
 
 
@@ -48,6 +56,7 @@ def shape(tensor: int, *, experts: int = 1, attention: int = 1) -> EngineShape:
         (shape(8), LLAMA, False),
         (shape(8, experts=8, attention=4), EXPERTS, True),
         (shape(8, experts=4), EXPERTS, True),
+        (shape(4, experts=4), OTHER_FIELD, True),
         (shape(3), ModelSizes(), True),
     ],
 )
@@ -79,6 +88,12 @@ def test_shapes_that_a_model_can_have_are_taken(
             msgspec.structs.replace(EXPERTS, num_experts=60),
             False,
             r"^lanes.expert_parallel must divide the model's num_experts, got 16 and 60$",
+        ),
+        (
+            shape(3, experts=3),
+            msgspec.structs.replace(OTHER_FIELD, num_attention_heads=48, num_key_value_heads=3),
+            False,
+            r"^lanes.expert_parallel must divide the model's num_local_experts, got 3 and 256$",
         ),
         (
             shape(2),

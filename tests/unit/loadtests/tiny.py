@@ -11,7 +11,7 @@ from tree_workloads import Shape, merged_tree, requests
 
 from forgemq_trainer.core.memory import ModelShape
 from forgemq_trainer.core.tree import read_tree
-from forgemq_trainer.model import model_shape
+from forgemq_trainer.model_sizes import model_shape
 
 HEAD_SIZE = 16
 TINY = Machine(

@@ -14,7 +14,8 @@ from forgemq_trainer.core.assignment import SharedRound, plan_rounds
 from forgemq_trainer.core.attention.gpu_attention import GpuAttention
 from forgemq_trainer.core.memory import ModelShape, least_budget_bytes
 from forgemq_trainer.core.tree import Forest, read_tree
-from forgemq_trainer.model import DTYPES, model_shape
+from forgemq_trainer.model import DTYPES
+from forgemq_trainer.model_sizes import model_shape
 from tests.unit.recipes.recipe import RECIPES, config_of, parameters_of, run_of
 
 GPUS = 8

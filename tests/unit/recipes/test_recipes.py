@@ -16,7 +16,8 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.model_folder import check_model_folder
 from forgemq_rendering import Rendering
 from forgemq_rendering.tokenizer import FolderTokenizer
-from forgemq_trainer.model import load_model, model_shape
+from forgemq_trainer.model import load_model
+from forgemq_trainer.model_sizes import model_shape
 from tests.unit.demo.conftest import TokenPolicy
 from tests.unit.graders.episodes import answered
 from tests.unit.recipes.recipe import PUBLISHED, config_of, run_of, write_scaled_model

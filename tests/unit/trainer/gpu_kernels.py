@@ -1,5 +1,6 @@
 """A CPU's versions of a GPU's two kernels: the same arguments, in every dtype, with gradients."""
 
+import math
 from itertools import pairwise
 
 import torch
@@ -30,12 +31,13 @@ def eager_flex(
     *,
     mask: TreeMask,
     scale: float,
-) -> Tensor:
+    has_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """Run FlexAttention's operator without a compiler: with dense scores it has a CPU backward.
 
     It reads the mask's function, not its lists of blocks.
     """
-    output, *_ = flex_attention(
+    output, lse, *_ = flex_attention(
         query_HTD[None],
         key_KSD[None],
         value_KSD[None],
@@ -44,7 +46,7 @@ def eager_flex(
         scale,
         _KERNEL_OPTIONS,
     )
-    return output[0]
+    return output[0], lse[0] * math.log(2) if has_lse else None  # The operator's is of base 2.
 
 
 def _unchanged(score: Tensor, *_indices: Tensor) -> Tensor:

@@ -225,6 +225,9 @@ def adversarial_samples(generator: np.random.Generator) -> list[Sample]:
     ]
 
 
+WINDOWS = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+"""Every second layer sees 7 tokens."""
+
 of_every_kind = pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -233,10 +236,52 @@ of_every_kind = pytest.mark.parametrize(
         ("qwen2", {}),
         ("qwen3_moe", {}),
         ("qwen3_moe", {"norm_topk_prob": True}),
+        ("qwen3", WINDOWS | {"use_sliding_window": True}),
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {}),
+        ("minimax_m2", {}),
+        ("glm4_moe", {"use_qk_norm": True}),
+        ("gpt_oss", {}),
+        ("gemma3_text", {}),
+        ("deepseek_v3", {}),
     ],
-    ids=["qwen3", "llama", "qwen2", "qwen3_moe", "qwen3_moe normalised"],
+    ids=lambda value: "_".join(map(str, value)) or "as is" if isinstance(value, dict) else value,
 )
-"""Every supported architecture, as arguments of `make_model`."""
+"""Every supported family, as arguments of `make_model`."""
+
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_BIASED = {"n_group": 2, "topk_group": 1, "n_routed_experts": 4, "routed_scaling_factor": 1.5}
+
+OF_FAMILY: dict[str, dict[str, object]] = {
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": {"num_experts": 4} | _EXPERTS,
+    "mistral": {"sliding_window": 7},
+    "minimax_m2": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "glm4_moe": _EXPERTS | _BIASED | {"first_k_dense_replace": 1, "attention_bias": True},
+    "gpt_oss": WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma3_text": WINDOWS | {"query_pre_attn_scalar": 12, "tie_word_embeddings": True},
+    "deepseek_v3": _EXPERTS
+    | _BIASED
+    | {
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 12,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 6,
+    },
+}
+"""What a family's tiny configuration has besides the sizes of all."""
 
 
 def make_model(kind: str, dtype: torch.dtype, **changes: object) -> torch.nn.Module:
@@ -250,14 +295,24 @@ def make_model(kind: str, dtype: torch.dtype, **changes: object) -> torch.nn.Mod
         "num_key_value_heads": 2,
         "head_dim": 8,
         "max_position_embeddings": 512,
-        "tie_word_embeddings": kind == "qwen3",
+        "tie_word_embeddings": False,
         "initializer_range": 0.15,
     }
-    if kind == "qwen3_moe":
-        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **(sizes | changes))
-    return AutoModelForCausalLM.from_config(config).to(dtype)
+    config = AutoConfig.for_model(kind, **(sizes | OF_FAMILY.get(kind, {}) | changes))
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    _stir(model)
+    return model
+
+
+@torch.no_grad()
+def _stir(model: torch.nn.Module) -> None:
+    """Give what begins as 0 or 1 other values: biases, sinks and centred norms."""
+    generator = torch.Generator().manual_seed(1)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in named:
+        if name.endswith(("bias", "sinks", "norm.weight", "layernorm.weight")):
+            tensor += 0.3 * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
 
 
 def save_base(folder: Path, *, kind: str = "qwen3", **changes: object) -> Path:

@@ -14,6 +14,7 @@ from forgemq_trainer.core.assignment import (
     plan_rounds,
     query_ranges,
 )
+from forgemq_trainer.core.flops import multiplications
 from forgemq_trainer.core.tree import read_tree
 from tests.unit.trainer.scene import SHAPE, agent_samples, line_of, make_sample, merge
 
@@ -47,8 +48,8 @@ def test_every_group_runs_once_and_loads_are_even() -> None:
             for group in () if microbatch is None else microbatch.groups:
                 forest = forests[group]
                 seen.append(group)
-                loads[rank] += SHAPE.cost(
-                    tokens=forest.token_count, attention_pairs=forest.attention_pairs
+                loads[rank] += multiplications(
+                    SHAPE, tokens=forest.token_count, attention_pairs=forest.attention_pairs
                 )
     assert sorted(seen) == list(range(24))
     assert max(loads) / min(loads) < 1.05

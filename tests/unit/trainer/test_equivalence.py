@@ -112,15 +112,18 @@ def _worst(left: Gradients, right: Gradients) -> float:
 
 def _made(kind: str, dtype: torch.dtype, **changes: object) -> nn.Module:
     model = make_model(kind, dtype, **changes)
-    if kind == "qwen3_moe":
+    if model.config.to_dict().get("num_experts_per_tok"):
         model.set_experts_implementation("eager")  # The grouped kernel has no float64.
-    model.set_attn_implementation("sdpa")
+    # The stock class of gpt-oss has its sinks in its own attention alone.
+    model.set_attn_implementation("eager" if kind == "gpt_oss" else "sdpa")
     return model
 
 
 @of_every_kind
 @pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"]
+    ("dtype", "bound"),
+    [(torch.float64, 1e-12), pytest.param(torch.float32, 1e-5, marks=pytest.mark.slow)],
+    ids=["fp64", "fp32"],
 )
 def test_tree_and_per_request_gradients_are_equal(
     kind: str, changes: dict[str, object], dtype: torch.dtype, bound: float

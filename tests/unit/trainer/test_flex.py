@@ -145,7 +145,12 @@ class Counted:
 
 def _whole(forest: Forest) -> BlockKeys:
     plan = attention_plan(pieces(forest), start=0, end=forest.token_count)
-    return BlockKeys(plan=plan, carries=(), subtree_end_S=forest.subtree_end_N)
+    return BlockKeys(
+        plan=plan,
+        carries=(),
+        subtree_end_S=forest.subtree_end_N,
+        position_S=forest.position_N,
+    )
 
 
 def _drawn(count: int) -> list[torch.Tensor]:
@@ -154,18 +159,23 @@ def _drawn(count: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_one_compilation_serves_trees_of_every_length_whole_and_in_blocks() -> None:
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (100, True)])
+def test_one_compilation_serves_trees_of_every_length_whole_and_in_blocks(
+    *, window: int | None, has_sinks: bool
+) -> None:
     backend, device = Counted(), torch.device("cpu")
+    sinks = torch.ones(4) if has_sinks else None
     kernel = CompiledFlex(backend=backend)
     counts = []
     for prompt in (1, 150, 300, 700):
         keys = _whole(joined(_groups(prompt)))
         tensors = _drawn(keys.plan.end)
         seen = flex_attention_of(keys, kernel=kernel, device=device)(
-            *tensors, scale=0.3, carry=None
+            *tensors, scale=0.3, carry=None, window=window, sinks_H=sinks
         )
         exact = CpuAttention().of_run(keys, dtype=torch.float32, device=device)
-        assert torch.allclose(seen, exact(*tensors, scale=0.3, carry=None), atol=1e-5)
+        expected = exact(*tensors, scale=0.3, carry=None, window=window, sinks_H=sinks)
+        assert torch.allclose(seen, expected, atol=1e-5)
         counts.append(keys.plan.end)
     assert any(count % BLOCK for count in counts)
     forest = joined(_groups(150))
@@ -185,7 +195,8 @@ def test_one_compilation_serves_trees_of_every_length_whole_and_in_blocks() -> N
     for number in range(3):
         keys = path.enter(number)
         attend = flex_attention_of(keys, kernel=kernel, device=device)
-        attend(*_drawn(keys.plan.end - keys.plan.start), scale=0.3, carry=keys.carries[0])
+        tensors = _drawn(keys.plan.end - keys.plan.start)
+        attend(*tensors, scale=0.3, carry=keys.carries[0], window=window, sinks_H=sinks)
     assert backend.graphs == 1
 
 

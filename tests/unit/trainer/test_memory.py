@@ -172,7 +172,22 @@ def test_the_prediction_counts_the_carries_slots() -> None:
     assert plan.predicted_bytes == block + carried <= least
 
 
-MANY_EXPERTS = {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 32}
+MANY_EXPERTS: dict[str, object] = {
+    "num_experts": 32,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 32,
+}
+WINDOWED: dict[str, object] = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+LATENT: dict[str, object] = {
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 96,
+    "q_lora_rank": 80,
+    "kv_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 24,
+}
 
 # Seconds each; the fast suite keeps one of each kind of plan.
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -213,10 +228,19 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         ("qwen3_moe", "blocks", 0.4, {"num_experts": 8, "moe_intermediate_size": 96}),
         slow("qwen3_moe", "recomputed", 0.6, MANY_EXPERTS),
         slow("qwen3_moe", "kept", 1.0, MANY_EXPERTS),
+        slow("gemma3_text", "blocks", 0.4, WINDOWED | {"sliding_window": 50}),
+        slow("minimax_m2", "kept", 1.0, {"num_local_experts": 8, "intermediate_size": 96}),
+        slow("glm4_moe", "blocks", 0.4, {"n_routed_experts": 8, "moe_intermediate_size": 96}),
+        slow("glm4_moe", "kept", 1.0, {"first_k_dense_replace": 2, "use_qk_norm": True}),
+        slow("glm4_moe", "recomputed", 0.7, {"first_k_dense_replace": 1, "use_qk_norm": True}),
+        slow("gpt_oss", "kept", 1.0, WINDOWED | {"num_local_experts": 8, "intermediate_size": 96}),
+        slow("gpt_oss", "blocks", 0.4, WINDOWED | {"num_local_experts": 8}),
+        slow("deepseek_v3", "blocks", 0.4, LATENT),
+        slow("deepseek_v3", "kept", 1.0, LATENT | {"q_lora_rank": None}),
     ],
 )
 def test_the_measured_peak_is_within_a_twentieth_of_the_predicted(
-    kind: str, way: str, share: float, sizes: dict[str, int], dtype: torch.dtype
+    kind: str, way: str, share: float, sizes: dict[str, object], dtype: torch.dtype
 ) -> None:
     """Counts torch's allocations, without the parameters' gradients."""
     changes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 4}

@@ -8,45 +8,40 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from forgemq_contracts.model_families import MODEL_TYPES
 from forgemq_trainer.core.attention.attention import BlockKeys, TreeAttention, attention_interface
 from forgemq_trainer.core.attention.cpu_attention import CpuAttention
 from forgemq_trainer.core.attention.plan import AttentionPlan
-from forgemq_trainer.core.precision import (
-    PRECISE,
-    RmsNorm,
-    RotaryAngles,
-    TopKRouter,
-    make_precise,
-)
-from forgemq_trainer.model import (
-    UnsupportedModelError,
-    check_head_size,
-    check_supported,
-    load_model,
-    prepare,
-)
+from forgemq_trainer.core.precision import PRECISE, RmsNorm, RotaryAngles, make_precise
+from forgemq_trainer.core.routers import ROUTERS
+from forgemq_trainer.families import UnsupportedModelError, check_head_size, check_supported
+from forgemq_trainer.model import load_model, prepare
 from forgemq_trainer.storage.weights import write_weights
 from tests.unit.trainer.scene import make_model, of_every_kind, save_base
+
+ROUTER_COUNTS = {"qwen3_moe": 2, "minimax_m2": 2, "gpt_oss": 2, "glm4_moe": 1, "deepseek_v3": 1}
+"""Of the tiny models; the last two have a dense layer before the one with experts."""
 
 
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("gpt2", {}, "model_type 'gpt2' is not supported"),
-        ("qwen3_next", {}, "model_type 'qwen3_next' is not supported"),
-        ("mamba2", {}, "model_type 'mamba2' is not supported"),
+        ("qwen3_next", {}, "model_type 'qwen3_next' is not supported .* linear attention"),
+        ("qwen3_5_text", {}, "model_type 'qwen3_5_text' is not .* would have to be kept at every"),
+        ("mamba2", {}, "model_type 'mamba2' is not supported .* a recurrent state"),
+        ("gemma2", {}, "model_type 'gemma2' is not supported .* caps the scores"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping must be off"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must be off"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention must"),
+        ("minimax_m2", {"router_jitter_noise": 0.1}, "router_jitter_noise must be off"),
+        ("llama", {"layer_types": ["chunked_attention"] * 32}, "layer_types must be of .* chunked"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type dynamic depends on the sequence",
+        ),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout must be 0"),
         ("qwen3", {"attention_dropout": 0.1}, "attention_dropout must be 0"),
-        (
-            "qwen3",
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
-            "layer_types must all be full_attention",
-        ),
-        (
-            "qwen3_moe",
-            {"use_sliding_window": True, "sliding_window": 8},
-            "sliding_window must be off|layer_types must all be full_attention",
-        ),
         ("qwen3_moe", {"output_router_logits": True}, "output_router_logits must be off"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers must be empty, got \[0\]"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step must be 1, got 2"),
@@ -59,13 +54,46 @@ def test_a_setting_that_rules_out_exact_training_is_refused_by_name(
         check_supported(AutoConfig.for_model(kind, **changes))
 
 
-@pytest.mark.parametrize("name", ["sliding_window", "softcap", "s_aux"])
-def test_an_argument_that_attention_would_ignore_is_refused_by_name(name: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        (
+            "lfm2",
+            {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+            "got conv; Lfm2ShortConv: a state or",
+        ),
+        ("granite", {"logits_scaling": 8.0}, "it contains: logits_scaling must be 1, got 8.0"),
+        ("olmo2", {"num_hidden_layers": 1}, "no test compares .* qwen3_moe$"),
+        ("mixtral", {"num_hidden_layers": 1}, "no test compares it with per-request training"),
+    ],
+)
+def test_a_family_without_a_test_is_refused_with_what_it_contains(
+    kind: str, changes: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        check_supported(AutoConfig.for_model(kind, **changes))
+
+
+@pytest.mark.parametrize("module", [torch.nn.Conv1d(4, 4, 2), torch.nn.Dropout(0.1)])
+def test_a_supported_family_with_an_inexact_module_is_refused(module: torch.nn.Module) -> None:
+    model = make_model("llama", torch.float32)
+    model.get_submodule("model.layers.1.mlp").add_module("further", module)
+    name = type(module).__name__
+    with pytest.raises(UnsupportedModelError, match=rf"{name}.*\(model.layers.1.mlp.further\)"):
+        prepare(model)
+
+
+def test_a_cap_that_attention_would_ignore_is_refused_by_name() -> None:
     one = torch.zeros(1, 1, 1, 4)
     plan = AttentionPlan(start=0, end=1, triangles=((0, 1),), rectangles=())
-    keys = BlockKeys(plan=plan, carries=(), subtree_end_S=np.ones(1, dtype=np.int64))
+    keys = BlockKeys(
+        plan=plan,
+        carries=(),
+        subtree_end_S=np.ones(1, dtype=np.int64),
+        position_S=np.zeros(1, dtype=np.int64),
+    )
     attend = CpuAttention().of_run(keys, dtype=one.dtype, device=one.device)
-    with pytest.raises(ValueError, match=f"tree attention takes no {name}, got 8"):
+    with pytest.raises(ValueError, match="tree attention takes no softcap, got 8"):
         attention_interface(
             torch.nn.Module(),
             one,
@@ -73,7 +101,7 @@ def test_an_argument_that_attention_would_ignore_is_refused_by_name(name: str) -
             one,
             None,
             tree_attention=TreeAttention(attend=attend),
-            **{name: 8},
+            softcap=8,
         )
 
 
@@ -100,7 +128,7 @@ def test_every_norm_rotary_embedding_and_router_is_ours(
     model = make_model(kind, torch.float32, **changes)
     names = dict(model.named_parameters())
     tokens = torch.arange(1, 30)[None]
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("eager" if kind == "gpt_oss" else "sdpa")
     before = model(input_ids=tokens, use_cache=False).logits
     make_precise(model)
     after = model(input_ids=tokens, use_cache=False).logits
@@ -108,8 +136,9 @@ def test_every_norm_rotary_embedding_and_router_is_ours(
     kinds = [type(module).__name__ for module in model.modules()]
     assert not [name for name in kinds if name.endswith(("RMSNorm", "RotaryEmbedding"))]
     assert kinds.count(RmsNorm.__name__) >= 5
-    assert kinds.count(RotaryAngles.__name__) == 1
-    assert kinds.count(TopKRouter.__name__) == (2 if kind == "qwen3_moe" else 0)
+    assert kinds.count(RotaryAngles.__name__) == (2 if kind == "gemma3_text" else 1)
+    routers = sum(isinstance(module, ROUTERS) for module in model.modules())
+    assert routers == ROUTER_COUNTS.get(kind, 0)
     assert {name: id(p) for name, p in model.named_parameters()} == {
         name: id(p) for name, p in names.items()
     }
@@ -188,7 +217,7 @@ def test_a_base_model_in_shards_loads_to_the_same_parameters(tmp_path: Path) -> 
     assert all(torch.equal(whole[name], shards[name]) for name in whole)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("kind", MODEL_TYPES)
 def test_written_weights_have_the_names_and_bytes_that_were_loaded(
     kind: str, tmp_path: Path
 ) -> None:

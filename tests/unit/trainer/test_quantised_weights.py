@@ -17,7 +17,7 @@ from forgemq_contracts.steps import TrainedStep
 from forgemq_fp8_blocks import quantise_model
 from forgemq_settings.environment import SettingsError
 from forgemq_telemetry.telemetry import Telemetry
-from forgemq_trainer.model import UnsupportedModelError, check_supported
+from forgemq_trainer.families import UnsupportedModelError, check_supported
 from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.storage.weights import SavedVersion
 from forgemq_trainer.store import Store

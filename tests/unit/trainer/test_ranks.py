@@ -98,7 +98,7 @@ def _forests(case: Case) -> list[Forest]:
 
 def _model(case: Case) -> nn.Module:
     model = make_model(case.kind, case.dtype, vocab_size=case.vocabulary)
-    if case.kind == "qwen3_moe" and not case.is_grouped:
+    if model.config.to_dict().get("num_experts_per_tok") and not case.is_grouped:
         model.set_experts_implementation("eager")  # The grouped kernel has no float64.
     return model
 
@@ -220,6 +220,8 @@ CASES = [
     *(Case(loss=loss, plan=plan) for loss in LOSSES for plan in PLANS),
     *(Case(plan=plan, normalisation="group") for plan in ("own", "blocks")),
     *(Case(kind, plan=plan) for kind in ("llama", "qwen2", "qwen3_moe") for plan in PLANS),
+    *(Case(kind, plan="blocks") for kind in ("deepseek_v3", "gemma3_text", "gpt_oss")),
+    *(Case(kind, plan="own") for kind in ("glm4_moe", "minimax_m2", "mistral")),
     *(Case("llama", plan=plan, vocabulary=63) for plan in ("own", "blocks")),
     *(Case("qwen3_moe", plan=plan, is_routed=True) for plan in PLANS),
     *(Case(dtype=torch.float32, plan=plan) for plan in PLANS),

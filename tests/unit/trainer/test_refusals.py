@@ -7,7 +7,7 @@ import pytest
 from forgemq_contracts.loss import Loss
 from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
 from forgemq_settings.environment import SettingsError
-from forgemq_trainer.model import check_supported
+from forgemq_trainer.families import check_supported
 from forgemq_trainer.ranks.ranks import RankLaunch, check_world_size
 from forgemq_trainer.start_checks import loss_of
 from forgemq_trainer.storage.checkpoint import OtherConfigurationError, OtherRunError

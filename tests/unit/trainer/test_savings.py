@@ -1,16 +1,22 @@
 """Metrics of a step: the savings of its trees, and alarms."""
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
+import torch
 
+from forgemq_contracts.model_families import MODEL_TYPES
 from forgemq_contracts.steps import Alarm, TrainingMetrics
 from forgemq_contracts.trees import MergedTree
 from forgemq_trainer.core.alarms import Thresholds, alarms
-from forgemq_trainer.core.flops import flops, savings
+from forgemq_trainer.core.flops import flops, flops_of_tree, layer_weights, savings
+from forgemq_trainer.core.layer_parts import LayerParts, Windows
 from forgemq_trainer.core.memory import ModelShape
 from forgemq_trainer.core.tree import read_tree
-from tests.unit.trainer.scene import Sample, agent_samples, merge
+from forgemq_trainer.model_sizes import model_shape
+from tests.unit.trainer.scene import Sample, agent_samples, make_model, merge
 
 SHAPE = ModelShape(
     layers=3,
@@ -118,6 +124,44 @@ def test_the_formula_by_hand() -> None:
     assert found.attention == 14 * 3 * 8 * 55
     assert found.head == 8 * 8 * 32 * 4
     assert found.total == found.weights + found.attention + found.head
+
+
+def test_a_query_under_a_window_visits_no_more_pairs_than_that() -> None:
+    """Of three layers two have a window of 5 tokens; counted token by token."""
+    shape = replace(SHAPE, parts=LayerParts(windows=Windows(size=5, layers=2)))
+    samples = _samples(is_stripped=True)
+    forest = read_tree(_by_episode(samples))
+
+    def visited(positions: list[int]) -> int:
+        return sum(position + 1 + 2 * min(position + 1, 5) for position in positions)
+
+    of_tree = visited(forest.position_N.tolist())
+    assert flops_of_tree(shape, forest).attention == 14 * 8 * of_tree
+    of_requests = sum(visited(list(range(len(sample.tokens)))) for sample in samples)
+    found = savings(shape, [forest, forest])
+    assert found.flop_ratio_attention == pytest.approx(of_requests / of_tree)
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_the_weights_of_the_formula_are_the_models_matrices_that_a_token_uses(kind: str) -> None:
+    model = make_model(kind, torch.float32)
+    shape = model_shape(model.config, dtype=torch.float32)
+    used = 0.0
+    for name, parameter in model.named_parameters():
+        if ".layers." in name and parameter.dim() > 1 and not name.endswith("bias"):
+            is_expert = parameter.dim() == 3
+            used += parameter.numel() * (
+                shape.experts_per_token / shape.experts if is_expert else 1
+            )
+    assert layer_weights(shape) == used
+
+
+def test_narrower_values_count_for_less_than_queries() -> None:
+    shape = model_shape(make_model("deepseek_v3", torch.float32).config, dtype=torch.float32)
+    found = flops(shape, tokens=0, pairs=10, rows=0)
+    # 2 layers of 4 heads of 12 and 6: three products have the size of queries after the first, two
+    # that of values after the first.
+    assert found.attention == 2 * 10 * (2 * 4 * (12 + 6) + 2 * 4 * (3 * 12 + 2 * 6))
 
 
 def test_a_step_of_no_groups_saves_nothing() -> None:

@@ -123,9 +123,10 @@ class CountedFlex:
         *,
         mask: TreeMask,
         scale: float,
-    ) -> torch.Tensor:
+        has_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.calls += 1
-        return eager_flex(query, key, value, mask=mask, scale=scale)
+        return eager_flex(query, key, value, mask=mask, scale=scale, has_lse=has_lse)
 
 
 @pytest.mark.parametrize("is_stripped", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -206,7 +207,12 @@ def test_branches_are_few_up_to_64_rectangles_and_twice_the_keys(
 
 def _keys(forest: Forest) -> BlockKeys:
     plan = attention_plan(pieces(forest), start=0, end=forest.token_count)
-    return BlockKeys(plan=plan, carries=(), subtree_end_S=forest.subtree_end_N)
+    return BlockKeys(
+        plan=plan,
+        carries=(),
+        subtree_end_S=forest.subtree_end_N,
+        position_S=forest.position_N,
+    )
 
 
 def _tree(*, rollouts: int, turns: int, is_stripped: bool = False) -> Forest:

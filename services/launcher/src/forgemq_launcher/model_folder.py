@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from forgemq_contracts.draft_head import HEAD_CLASS, HEAD_FILE, head_shape, is_head
-from forgemq_contracts.run import MODEL_TYPES
+from forgemq_contracts.model_families import MODEL_TYPES, refusal
 from forgemq_contracts.speculation import Speculation
 from forgemq_launcher.core.configuration import ConfigurationError
 
@@ -34,8 +34,8 @@ def check_model_folder(folder: Path) -> None:
         raise ConfigurationError(f"model.path: {folder / 'config.json'}: {error}") from error
     if config.model_type not in MODEL_TYPES:
         raise ConfigurationError(
-            f"model.path: {folder} has model_type {config.model_type!r}; "
-            f"supported: {', '.join(MODEL_TYPES)}"
+            f"model.path: {folder} has model_type {config.model_type!r}, which is "
+            f"{refusal(config.model_type)}"
         )
     if config.quantization_config is not None:
         method = config.quantization_config.get("quant_method", "unnamed")

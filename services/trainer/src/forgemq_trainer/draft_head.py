@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from forgemq_contracts.model_families import ENGINE_EXTRAS_MODEL_TYPES
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.attention.attention import TreeAttention
 from forgemq_trainer.core.attention.exchange import shared_attention_interface
@@ -24,7 +25,8 @@ from forgemq_trainer.core.draft_memory import DraftShape
 from forgemq_trainer.core.drafting import DraftModel
 from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.precision import make_precise
-from forgemq_trainer.model import ATTENTION_NAME, LoadedModel, check_head_size
+from forgemq_trainer.families import check_head_size
+from forgemq_trainer.model import ATTENTION_NAME, LoadedModel
 from forgemq_trainer.offload import store_of
 from forgemq_trainer.storage.weights import WEIGHTS_FILE
 
@@ -102,6 +104,12 @@ def with_draft_head(
         OSError: the folder holds no head.
     """
     policy = loaded.policy
+    kind = getattr(loaded.model.config, "model_type", "")
+    if kind not in ENGINE_EXTRAS_MODEL_TYPES:
+        raise UnsupportedHeadError(
+            f"speculation must be left out for a model of type {kind}; a draft head trains for "
+            f"{', '.join(ENGINE_EXTRAS_MODEL_TYPES)}"
+        )
     config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
     check_head(config, hidden=policy.shape.hidden, vocabulary=policy.shape.vocabulary)
     AttentionInterface.register(ATTENTION_NAME, shared_attention_interface)

@@ -14,33 +14,20 @@ from transformers import AttentionInterface, AutoConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
-from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.attention.exchange import shared_attention_interface
 from forgemq_trainer.core.attention.gpu_attention import attention_on
 from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.layers import replace_layers
-from forgemq_trainer.core.memory import ModelShape
-from forgemq_trainer.core.precision import TopKRouter, make_precise
+from forgemq_trainer.core.precision import make_precise
 from forgemq_trainer.core.recomputation import LayerCall
+from forgemq_trainer.core.routers import ROUTERS
+from forgemq_trainer.families import check_head_size, check_modules, check_supported
 from forgemq_trainer.loading import allocate, empty_model, fill
+from forgemq_trainer.model_sizes import head_size_of, key_heads_of, model_shape
 from forgemq_trainer.offload import store_of
 
 ATTENTION_NAME = "forgemq_tree"
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Model types whose activations at a token depend on its ancestors only; a test compares each with
-per-request training."""
-
-GPU_HEAD_SIZE_MIN = 16
-"""FlexAttention compiles no smaller head size."""
-
-GPU_HEAD_SIZE_MAX = 256
-"""Larger head sizes are untested, and torch's flash kernels have none."""
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class UnsupportedModelError(SettingsError):
-    """The model cannot be trained exactly on trees; says which field and rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,15 +90,13 @@ def prepare(model: nn.Module, *, device: torch.device | None = None) -> LoadedMo
     AttentionInterface.register(ATTENTION_NAME, shared_attention_interface)
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]  # transformers' method
     make_precise(model)
+    check_modules(model)
     replace_layers(model)
     model.train()
     head = model.get_output_embeddings()  # type: ignore[operator]  # transformers' method
-    # The chunked head computes hidden @ weights only.
-    if getattr(head, "bias", None) is not None:
-        raise UnsupportedModelError("a head with a bias is not supported")
     shape = model_shape(config, dtype=head.weight.dtype)
     device = device or head.weight.device
-    head_size = shape.key_size // int(config.num_key_value_heads)
+    head_size = head_size_of(config)
     check_head_size(head_size, device=device.type)
     attention = attention_on(device, head_size=head_size)
     decoder: nn.Module = model.get_decoder()  # type: ignore[operator]  # transformers' method
@@ -119,10 +104,10 @@ def prepare(model: nn.Module, *, device: torch.device | None = None) -> LoadedMo
         decoder=decoder,
         head_VH=head.weight,
         shape=replace(shape, slot_multiple=attention.slot_multiple),
-        key_heads=int(config.num_key_value_heads),
+        key_heads=key_heads_of(config),
         attention=attention,
         layer_calls=_layer_calls(decoder),
-        routers=tuple(module for module in model.modules() if isinstance(module, TopKRouter)),
+        routers=tuple(module for module in model.modules() if isinstance(module, ROUTERS)),
         make_store=store_of(device),
     )
     return LoadedModel(model=model, policy=policy)
@@ -146,80 +131,3 @@ def _layer_calls(decoder: nn.Module) -> tuple[LayerCall, ...]:
             layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = calls[-1]
     return tuple(calls)
-
-
-def check_supported(config: object) -> None:
-    """Refuse a model that tree training would not train exactly.
-
-    Raises:
-        UnsupportedModelError: names the field of the model's configuration and the rule.
-    """
-    kind = getattr(config, "model_type", "")
-    if kind not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"model_type {kind!r} is not supported for tree training; "
-            f"supported: {', '.join(ARCHITECTURES)}"
-        )
-    if (quantised := getattr(config, "quantization_config", None)) is not None:
-        raise UnsupportedModelError(
-            f"quantization_config must be left out, got {quantised}: training needs weights in "
-            "full, and model.engine_quantization says how engines hold them"
-        )
-    if getattr(config, "attention_dropout", 0.0):
-        raise UnsupportedModelError("attention_dropout must be 0: a shared token drops once")
-    layers = getattr(config, "layer_types", None) or []
-    if any(layer != "full_attention" for layer in layers):
-        raise UnsupportedModelError(f"layer_types must all be full_attention, got {set(layers)}")
-    window = getattr(config, "sliding_window", None)
-    if not layers and window is not None:
-        raise UnsupportedModelError(f"sliding_window must be off, got {window}")
-    dense = getattr(config, "mlp_only_layers", None) or []
-    if dense:
-        raise UnsupportedModelError(f"mlp_only_layers must be empty, got {list(dense)}")
-    step = getattr(config, "decoder_sparse_step", 1)
-    if step != 1:
-        raise UnsupportedModelError(f"decoder_sparse_step must be 1, got {step}")
-    if getattr(config, "output_router_logits", False):
-        raise UnsupportedModelError(
-            "output_router_logits must be off: the balance loss would count shared tokens once"
-        )
-
-
-def check_head_size(head_size: int, *, device: str) -> None:
-    """Refuse a head size that a GPU's kernels do not support; a CPU's support every size.
-
-    Raises:
-        UnsupportedModelError: names the size and the rule.
-    """
-    if device == "cuda" and not GPU_HEAD_SIZE_MIN <= head_size <= GPU_HEAD_SIZE_MAX:
-        raise UnsupportedModelError(
-            f"head_dim is {head_size}; attention on a GPU needs {GPU_HEAD_SIZE_MIN} to "
-            f"{GPU_HEAD_SIZE_MAX}"
-        )
-
-
-def model_shape(config: object, *, dtype: torch.dtype) -> ModelShape:
-    """Sizes of a model, from its configuration in transformers."""
-
-    def size(name: str, default: int = 0) -> int:
-        return int(getattr(config, name, None) or default)
-
-    heads = size("num_attention_heads")
-    head_size = size("head_dim", size("hidden_size") // heads)
-    experts = size("num_experts_per_tok")
-    wide = torch.promote_types(dtype, torch.float32)
-    return ModelShape(
-        layers=size("num_hidden_layers"),
-        hidden=size("hidden_size"),
-        query_size=heads * head_size,
-        key_size=size("num_key_value_heads", heads) * head_size,
-        query_heads=heads,
-        mlp_size=experts * size("moe_intermediate_size") if experts else size("intermediate_size"),
-        vocabulary=size("vocab_size"),
-        value_bytes=dtype.itemsize,
-        wide_bytes=wide.itemsize,
-        is_head_normed=str(getattr(config, "model_type", "")).startswith("qwen3"),
-        experts=size("num_experts") if experts else 0,
-        experts_per_token=experts,
-        is_head_tied=bool(getattr(config, "tie_word_embeddings", False)),
-    )

@@ -33,7 +33,9 @@ from forgemq_trainer.core.attention.gpu_attention import GpuAttention
 from forgemq_trainer.core.memory import ModelShape, least_budget_bytes
 from forgemq_trainer.core.planned_step import Ranks, planned_group, planned_step
 from forgemq_trainer.core.tree import Forest, InvalidTreeError, read_tree
-from forgemq_trainer.model import DTYPES, check_head_size, check_supported, model_shape
+from forgemq_trainer.families import check_head_size, check_supported
+from forgemq_trainer.model import DTYPES
+from forgemq_trainer.model_sizes import head_size_of, key_heads_of, model_shape
 from forgemq_trainer.start_checks import check_reference
 
 _PARTS = {
@@ -95,12 +97,18 @@ def sizes_of(config: Any) -> PlannedModel:  # noqa: ANN401
         layers=int(config.num_hidden_layers),
         layer_max=max(layers.values()),
         query_heads=query_heads,
-        key_heads=int(getattr(config, "num_key_value_heads", None) or query_heads),
-        head_size=int(getattr(config, "head_dim", None) or config.hidden_size // query_heads),
-        experts_count=int(getattr(config, "num_experts", None) or 0) if chosen else 0,
+        key_heads=key_heads_of(config),
+        head_size=head_size_of(config),
+        experts_count=_experts_of(config) if chosen else 0,
         experts_per_token=chosen,
         **counts,
     )
+
+
+def _experts_of(config: Any) -> int:  # noqa: ANN401
+    """Experts of a layer, by the name that the model's family gives their number."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return max(int(getattr(config, name, None) or 0) for name in names)
 
 
 def _part_of(name: str) -> str:
@@ -117,6 +125,10 @@ def step_of(config: Any, asked: AskedStep) -> PlannedStep:  # noqa: ANN401
     run = asked.configuration
     check_supported(config)
     check_reference(run)
+    if run.lora is not None:
+        raise SettingsError(
+            "lora: a plan counts no adapters; leave [lora] out to plan the base model"
+        )
     shape = shape_of(config, run, device=asked.device)
     ranks = Ranks(
         world_size=run.trainer.world_size,
@@ -144,7 +156,7 @@ def shape_of(config: Any, run: RunConfiguration, *, device: str) -> ModelShape: 
         SettingsError: the device has no kernels for the size of its heads.
     """
     shape = model_shape(config, dtype=DTYPES[run.model.dtype])
-    head_size = shape.key_size // int(config.num_key_value_heads)
+    head_size = head_size_of(config)
     check_head_size(head_size, device=device)
     if device == "cpu":
         return shape

@@ -25,7 +25,7 @@ class Experts(Struct, frozen=True, kw_only=True):
     """The mixture of experts in a model.
 
     Attributes:
-        layers: All layers of the model; each has a router (the engine serves only such mixtures).
+        layers: All layers of the model; the engine records zeros for one without a router.
         top_k: Experts that run for each token and layer.
     """
 

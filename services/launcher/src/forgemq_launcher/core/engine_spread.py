@@ -19,7 +19,11 @@ _BLOCK = 128
 
 
 class ModelSizes(Struct, frozen=True, kw_only=True):
-    """What is read of a model's config.json; 0 and "" for what it does not name."""
+    """What is read of a model's config.json; 0 and "" for what it does not name.
+
+    Families name the number of experts differently, and those whose every layer has experts may
+    name their size as others name that of an MLP.
+    """
 
     model_type: str = ""
     num_attention_heads: int = 0
@@ -28,7 +32,23 @@ class ModelSizes(Struct, frozen=True, kw_only=True):
     head_dim: int | None = None
     intermediate_size: int = 0
     num_experts: int = 0
+    num_local_experts: int = 0
+    n_routed_experts: int = 0
     moe_intermediate_size: int = 0
+
+    @property
+    def experts(self) -> tuple[str, int]:
+        """Name and value of the field that counts the experts of a layer; 0 in a dense model."""
+        named = ("num_local_experts", "n_routed_experts")
+        field = next((name for name in named if getattr(self, name)), "num_experts")
+        return field, getattr(self, field)
+
+    @property
+    def split_width(self) -> tuple[str, int]:
+        """Name and value of the field with the intermediate size of an expert, or of the MLP."""
+        has_own = self.experts[1] and self.moe_intermediate_size
+        field = "moe_intermediate_size" if has_own else "intermediate_size"
+        return field, getattr(self, field)
 
 
 def check_spread(shape: EngineShape, sizes: ModelSizes, *, has_blocks: bool) -> None:
@@ -44,22 +64,21 @@ def check_spread(shape: EngineShape, sizes: ModelSizes, *, has_blocks: bool) -> 
     """
     _check_attention(shape, sizes)
     _check_experts(shape, sizes)
-    width = sizes.moe_intermediate_size if sizes.num_experts else sizes.intermediate_size
+    name, width = sizes.split_width
     parts = shape.tensor_parallel
-    if sizes.num_experts:
+    if sizes.experts[1]:
         parts //= shape.expert_parallel
     if width % parts:
-        name = "moe_intermediate_size" if sizes.num_experts else "intermediate_size"
         raise ValueError(
             f"lanes.tensor_parallel: {parts} GPUs must divide the model's {name}, got {width}"
         )
     if not has_blocks:
         return
-    for name, size, over in (("MLP", width, parts), *_projections(shape, sizes)):
+    for part, size, over in (("MLP", width, parts), *_projections(shape, sizes)):
         # A projection without whole blocks is not quantised, and may be split anywhere.
         if size % _BLOCK == 0 and size // over % _BLOCK:
             raise ValueError(
-                f"lanes.tensor_parallel: {over} GPUs must split the {name} of {size} between "
+                f"lanes.tensor_parallel: {over} GPUs must split the {part} of {size} between "
                 f"blocks of {_BLOCK}, because model.engine_quantization is fp8_blocks"
             )
 
@@ -87,14 +106,14 @@ def _check_attention(shape: EngineShape, sizes: ModelSizes) -> None:
 
 def _check_experts(shape: EngineShape, sizes: ModelSizes) -> None:
     parts = shape.expert_parallel
-    if parts > 1 and not sizes.num_experts:
+    field, count = sizes.experts
+    if parts > 1 and not count:
         raise ValueError(
             f"lanes.expert_parallel must be 1 for a model without experts, got {parts}"
         )
-    if sizes.num_experts % parts:
+    if count % parts:
         raise ValueError(
-            f"lanes.expert_parallel must divide the model's num_experts, got {parts} and "
-            f"{sizes.num_experts}"
+            f"lanes.expert_parallel must divide the model's {field}, got {parts} and {count}"
         )
 
 

@@ -143,14 +143,13 @@ def _notes(run: PlannedRun, plan: RunPlan) -> Iterator[str]:
         yield "there is no GPU, so engines and seconds are not planned"
     elif ranks > machines.gpus:
         yield (
-            f"{ranks} ranks are more than a node's {machines.gpus} GPUs: `forgemq run` and the "
-            "manifests of deploy/kubernetes start ranks on one machine; on several each has to be "
-            "started with `python -m torch.distributed.run ... -m forgemq_trainer`"
+            f"{ranks} ranks are more than a node's {machines.gpus} GPUs: `forgemq run` starts ranks "
+            "on one machine; deploy/kubernetes/overlays/production has a trainer of several"
         )
     elif engines + ranks > machines.gpus:
         yield (
-            "the run needs several nodes: `forgemq run` starts all on one machine, and the "
-            "manifests of deploy/kubernetes start a trainer of one rank"
+            "the run needs several nodes: `forgemq run` starts all on one machine; "
+            "deploy/kubernetes/overlays/production spreads it"
         )
     limit = configuration.trainer.tree_tokens_max
     if limit is None and ranks > 1:

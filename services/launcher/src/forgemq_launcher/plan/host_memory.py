@@ -76,8 +76,11 @@ def host_memory(
     return HostMemory(
         ranks=ranks,
         loading_bytes=_loading_bytes(configuration, model, ranks=ranks) + own,
-        # The first rank collects the whole state before it writes it.
-        saving_bytes=checkpoint + own + budget,
+        # The first rank gathers the weights; each writes its own state, one tensor at a time.
+        saving_bytes=weights_bytes(model, dtype)
+        + _one_tensor_bytes(model, WIDE_BYTES)
+        + own
+        + budget,
         services_bytes=SERVICES_BYTES,
         weights_bytes=weights,
         checkpoint_bytes=checkpoint,
@@ -87,13 +90,19 @@ def host_memory(
 
 
 def _loading_bytes(configuration: RunConfiguration, model: PlannedModel, *, ranks: int) -> int:
-    """Memory of a node in which so many ranks load the model.
+    """Memory of a node in which so many ranks load the model, each its part, tensor by tensor."""
+    return ranks * _one_tensor_bytes(model, VALUE_BYTES[configuration.model.dtype])
 
-    Each of several ranks loads the whole model in float32, and keeps its part.
-    """
-    if configuration.trainer.world_size > 1:
-        return model.parameters * WIDE_BYTES * ranks
-    return model.parameters * VALUE_BYTES[configuration.model.dtype]
+
+def _one_tensor_bytes(model: PlannedModel, value_bytes: int) -> int:
+    """At most so many of the largest tensor: a table of the vocabulary, or a layer's experts."""
+    experts = model.layer_max if model.experts_count else 0
+    return max(model.embedding, model.head, experts) * value_bytes
+
+
+def weights_bytes(model: PlannedModel, dtype: str) -> int:
+    """Bytes of all weights in this dtype."""
+    return model.parameters * VALUE_BYTES[dtype]
 
 
 def published_bytes(configuration: RunConfiguration, model: PlannedModel) -> int:

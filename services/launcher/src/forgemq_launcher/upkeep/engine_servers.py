@@ -15,7 +15,9 @@ from forgemq_contracts.lane_engines import (
     shapes_of,
 )
 from forgemq_contracts.lora import publishes_adapters
+from forgemq_contracts.model_families import ENGINE_EXTRAS_MODEL_TYPES, MODEL_TYPES
 from forgemq_contracts.run import RunConfiguration
+from forgemq_launcher.core.engine_families import FamilyConfig, check_family
 from forgemq_launcher.core.engine_spread import ModelSizes, check_spread
 from forgemq_launcher.core.gpus import engine_gpus, visible_gpus
 from forgemq_launcher.upkeep.engine_model import model_of_engines
@@ -72,6 +74,7 @@ def _all_options(
     _check_spread(configuration)
     options = options_of_engines(configuration, gpus=installed_gpus(), environ=environ)
     check_quantization(configuration, options)
+    _check_family(configuration, options)
     return with_pool(options, configuration, own_folder=folder / "pool")
 
 
@@ -238,12 +241,18 @@ def _check_pairs(configuration: RunConfiguration) -> None:
 
 
 def check_quantization(configuration: RunConfiguration, engines: Sequence[EngineOptions]) -> None:
-    """Refuse a mixture of experts in a format that an engine on a CPU cannot compute.
+    """Refuse a format that no test has tried, or that an engine on a CPU cannot compute.
 
     Raises:
         MachineError: names the field.
     """
     named = configuration.model.engine_quantization
+    kind = _sizes(configuration).model_type
+    if named != "none" and kind in MODEL_TYPES and kind not in ENGINE_EXTRAS_MODEL_TYPES:
+        raise MachineError(
+            f"model.engine_quantization must be none for a model of type {kind}, got {named}: "
+            f"supported for {', '.join(ENGINE_EXTRAS_MODEL_TYPES)}"
+        )
     is_on_cpu = not all(options.has_gpu for options in engines)
     if named != "none" and is_on_cpu and _is_mixture(configuration):
         raise MachineError(
@@ -253,16 +262,36 @@ def check_quantization(configuration: RunConfiguration, engines: Sequence[Engine
 
 
 def _check_spread(configuration: RunConfiguration) -> None:
-    path = _config_of(configuration)
-    if not path.is_file():
+    if not _config_of(configuration).is_file():
         return
-    sizes = msgspec.json.decode(path.read_bytes(), type=ModelSizes)
+    sizes = _sizes(configuration)
     has_blocks = configuration.model.engine_quantization == "fp8_blocks"
     for shape in (shape for lane in configuration.lanes for shape in shapes_of(lane)):
         try:
             check_spread(shape, sizes, has_blocks=has_blocks)
         except ValueError as error:
             raise MachineError(str(error)) from error
+
+
+def _check_family(configuration: RunConfiguration, engines: Sequence[EngineOptions]) -> None:
+    path = _config_of(configuration)
+    if not path.is_file():
+        return
+    try:
+        check_family(
+            msgspec.json.decode(path.read_bytes(), type=FamilyConfig),
+            context_tokens_max=configuration.model.context_tokens_max,
+            has_gpu=all(options.has_gpu for options in engines),
+        )
+    except ValueError as error:
+        raise MachineError(str(error)) from error
+
+
+def _sizes(configuration: RunConfiguration) -> ModelSizes:
+    path = _config_of(configuration)
+    if not path.is_file():
+        return ModelSizes()
+    return msgspec.json.decode(path.read_bytes(), type=ModelSizes)
 
 
 def _is_mixture(configuration: RunConfiguration) -> bool:

@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from forgemq_trainer.core.flops import multiplications
 from forgemq_trainer.core.memory import Microbatch, ModelShape
 from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.tree import Forest, Integers
@@ -181,8 +182,8 @@ def _shared_blocks(
     tokens = forest.token_count
     if tokens < world_size:
         raise ValueError(f"a tree of {tokens} tokens cannot be split between {world_size} ranks")
-    per_token = shape.cost(tokens=1, attention_pairs=0)
-    per_pair = shape.cost(tokens=0, attention_pairs=1)
+    per_token = multiplications(shape, tokens=1, attention_pairs=0)
+    per_pair = multiplications(shape, tokens=0, attention_pairs=1)
     cost_N = per_token + per_pair * (forest.position_N + 1)
     # Ranges of equal cost have unequal lengths, so the longest range is known only once it is cut.
     # Fewer blocks than in equal lengths never fit.
@@ -204,4 +205,4 @@ def _shared_blocks(
 
 
 def _cost(forest: Forest, *, shape: ModelShape) -> int:
-    return shape.cost(tokens=forest.token_count, attention_pairs=forest.attention_pairs)
+    return multiplications(shape, tokens=forest.token_count, attention_pairs=forest.attention_pairs)

@@ -226,6 +226,7 @@ class _Depth:
             plan=attention_plan(self._pieces, start=0, end=count),
             carries=(),
             subtree_end_S=self._rows.subtree_end_N,
+            position_S=self._rows.position_N,
         )
         state_NH = self._states(0, count, keys)
         if own is not None:

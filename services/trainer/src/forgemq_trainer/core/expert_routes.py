@@ -10,7 +10,10 @@ Between two weight versions within a completion the engine computes context and 
 and reports the expert routes of that pass. It sampled the tokens of the newest version only. So the
 routes of older tokens belong to no entry, and are not replayed.
 
-N tokens, E entries, L layers with a router, K experts for each token, R = L * K.
+A record has values for every layer; those of the first layers, if they have an MLP instead of
+experts, are an engine's zeros, and nothing reads them.
+
+N tokens, E entries, L layers with a router, K experts for each token, R values of all layers.
 """
 
 from collections.abc import Iterator
@@ -61,7 +64,7 @@ def token_expert_routes(forest: Forest, shape: ModelShape) -> TokenExpertRoutes 
     others_E = routed_E[first_N[source_E[routed_E]] != routed_E]
     top_k = shape.experts_per_token
     return TokenExpertRoutes(
-        expert_NLK=expert_NR.reshape(-1, shape.layers, top_k),
+        expert_NLK=expert_NR.reshape(-1, shape.layers, top_k)[:, shape.parts.dense_layers :],
         disagreements=_differing(
             route_ER[others_E], route_ER[first_N[source_E[others_E]]], top_k=top_k
         ),
@@ -84,7 +87,7 @@ def check_expert_routes(forest: Forest, shape: ModelShape) -> None:
             f"entry_route: {recorded.shape[1]} values an entry, but the model has {layers} layers "
             f"with {top_k} experts for each token"
         )
-    for rows in _chunks(recorded):
+    for rows in _chunks(recorded[:, shape.parts.dense_layers * top_k :]):
         if rows.min() < 0 or rows.max() >= shape.experts:
             raise InvalidTreeError(f"entry_route: experts must be in 0..{shape.experts - 1}")
         if _has_one_twice(rows, top_k=top_k):

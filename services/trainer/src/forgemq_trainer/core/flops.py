@@ -3,8 +3,10 @@
     6 W t + 14 Q L p + 8 H V r
 
 W weights of the layers that a token uses, t tokens, Q query size, L layers, p pairs that attention
-visits, H width, V vocabulary, r rows of the head; the optimizer is excluded. A product of matrices
-counts 2 for each multiplication. So 6 is a forward and two gradients (Kaplan et al., arXiv
+visits, H width, V vocabulary, r rows of the head; the optimizer is excluded. In a layer with a
+window of w tokens a query visits w pairs at most. If values are narrower than queries and keys,
+14 Q is 8 times the size of queries and 6 times that of values. A product of matrices counts 2 for
+each multiplication. So 6 is a forward and two gradients (Kaplan et al., arXiv
 2001.08361, section 2.1); 14 is two products forward and five backward, as flash attention computes
 scores again (Dao, arXiv 2307.08691, section 4.1); 8 is forward, forward again and two gradients.
 
@@ -16,9 +18,11 @@ Of a frozen model with adapters of A weights, the gradients of W and of the head
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from forgemq_trainer.core.logprobs import edges_of
 from forgemq_trainer.core.memory import ModelShape
-from forgemq_trainer.core.tree import Forest
+from forgemq_trainer.core.tree import Forest, Integers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,23 +58,57 @@ class Savings:
     branch_loss: float
 
 
-def flops(shape: ModelShape, *, tokens: int, pairs: int, rows: int) -> Flops:
-    """FLOPs by the formula of this module."""
-    layer = 2 * shape.hidden * (shape.query_size + shape.key_size)
-    layer += 3 * shape.hidden * shape.mlp_size + shape.hidden * shape.experts
-    adapters = shape.adapters
-    trained = 6.0 * layer if adapters is None else 4.0 * layer + 6.0 * adapters.parameters
+def flops(
+    shape: ModelShape, *, tokens: int, pairs: int, rows: int, windowed_pairs: int = 0
+) -> Flops:
+    """FLOPs by the formula of this module; `windowed_pairs` are those of a layer with a window."""
+    latent, windows, adapters = shape.parts.latent, shape.parts.windows, shape.adapters
+    value_size = latent.heads * latent.value_size if latent else shape.query_size
+    windowed_layers = windows.layers if windows else 0
+    visited = (shape.layers - windowed_layers) * pairs + windowed_layers * windowed_pairs
+    weights = 6.0 * layer_weights(shape)
+    if adapters is not None:
+        weights = 4.0 * layer_weights(shape) + 6.0 * shape.layers * adapters.parameters
     return Flops(
-        weights=shape.layers * trained * tokens,
-        attention=14.0 * shape.layers * shape.query_size * pairs,
+        weights=weights * tokens,
+        attention=float((8 * shape.query_size + 6 * value_size) * visited),
         head=(8.0 if adapters is None else 6.0) * shape.hidden * shape.vocabulary * rows,
     )
 
 
+def layer_weights(shape: ModelShape) -> int:
+    """Weights of all layers that a token uses: projections, MLPs or chosen experts, routers."""
+    parts, hidden = shape.parts, shape.hidden
+    projections = 2 * hidden * (shape.query_size + shape.key_size)
+    if parts.latent:
+        projections = parts.latent.projection_size(hidden)
+    routed = 3 * hidden * (shape.mlp_size + parts.shared_mlp_size) + hidden * shape.experts
+    dense = 3 * hidden * parts.dense_mlp_size * parts.dense_layers
+    return shape.layers * projections + (shape.layers - parts.dense_layers) * routed + dense
+
+
+def multiplications(shape: ModelShape, *, tokens: int, attention_pairs: int) -> int:
+    """Of the forward of a tree without its head, for balancing ranks.
+
+    Pairs beyond a window's number for each token are left out of the layers that have one.
+    """
+    windows = shape.parts.windows
+    layers = shape.layers * attention_pairs
+    if windows is not None:
+        hidden = max(0, attention_pairs - tokens * windows.size)
+        layers -= windows.layers * hidden
+    return tokens * layer_weights(shape) + 2 * layers * shape.query_size
+
+
 def flops_of_tree(shape: ModelShape, forest: Forest) -> Flops:
     """FLOPs of a forest; sampled siblings share one row of the head."""
-    rows = len(edges_of(forest, start=0, end=forest.token_count).source_R)
-    return flops(shape, tokens=forest.token_count, pairs=forest.attention_pairs, rows=rows)
+    return flops(
+        shape,
+        tokens=forest.token_count,
+        pairs=forest.attention_pairs,
+        windowed_pairs=_windowed_pairs(shape, forest.position_N),
+        rows=len(edges_of(forest, start=0, end=forest.token_count).source_R),
+    )
 
 
 def savings(shape: ModelShape, forests: Sequence[Forest]) -> Savings:
@@ -80,6 +118,7 @@ def savings(shape: ModelShape, forests: Sequence[Forest]) -> Savings:
         shape,
         tokens=sum(forest.request_tokens for forest in forests),
         pairs=sum(forest.request_pairs for forest in forests),
+        windowed_pairs=sum(_windowed_request_pairs(shape, forest) for forest in forests),
         rows=sum(forest.entry_count for forest in forests),
     )
     trunk = sum(forest.trunk_tokens for forest in forests)
@@ -89,6 +128,22 @@ def savings(shape: ModelShape, forests: Sequence[Forest]) -> Savings:
         flop_ratio_attention=_ratio(alone.attention, [tree.attention for tree in trees]),
         branch_loss=sum(forest.token_count for forest in forests) / trunk if trunk else 1.0,
     )
+
+
+def _windowed_pairs(shape: ModelShape, position_N: Integers) -> int:
+    """Pairs that tokens at these positions visit in a layer with a window; 0 without one."""
+    windows = shape.parts.windows
+    return int(np.minimum(position_N + 1, windows.size).sum()) if windows else 0
+
+
+def _windowed_request_pairs(shape: ModelShape, forest: Forest) -> int:
+    """The same of every request alone: a request of n tokens has one token at each position."""
+    windows = shape.parts.windows
+    if windows is None:
+        return 0
+    length_S = forest.sample_length_S
+    near_S = np.minimum(length_S, windows.size)
+    return int((near_S * (near_S + 1) // 2 + (length_S - near_S) * windows.size).sum())
 
 
 def _ratio(alone: float, trees: Sequence[float]) -> float:

@@ -30,8 +30,8 @@ from forgemq_trainer.core.drafting import KeptStates
 from forgemq_trainer.core.expert_routes import token_expert_routes
 from forgemq_trainer.core.logprobs import Edges, edge_logprobs, edges_of
 from forgemq_trainer.core.memory import ModelShape
-from forgemq_trainer.core.precision import TopKRouter
 from forgemq_trainer.core.recomputation import LayerCall
+from forgemq_trainer.core.routers import ExpertRouter
 from forgemq_trainer.core.tree import Forest
 
 
@@ -59,7 +59,7 @@ class PolicyModel:
     key_heads: int
     attention: AttentionBackend
     layer_calls: tuple[LayerCall, ...]
-    routers: tuple[TopKRouter, ...] = ()
+    routers: tuple[ExpertRouter, ...] = ()
     make_store: MakeStore | None = None
     gather_head: Callable[[], Tensor] | None = None
 
@@ -128,6 +128,7 @@ class TreeForward:
             plan=attention_plan(self._pieces, start=0, end=count),
             carries=(),
             subtree_end_S=self._forest.subtree_end_N,
+            position_S=self._forest.position_N,
         )
         hidden = self.hidden(0, count, keys=keys, recomputed_layers=recomputed_layers)
         logprob_J, entropy_R = self.logprobs(hidden, edges, start=0)

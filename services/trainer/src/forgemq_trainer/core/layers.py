@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 from forgemq_trainer.core.pointwise import Gated, Rotated
 
 ATTENTIONS = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention", "Qwen3MoeAttention")
-"""Classes of transformers that do what `RotaryAttention` does."""
+"""Classes of transformers that do what `RotaryAttention` does, in layers without a window."""
 
 GATED_ACTIVATIONS = ("SiLU", "SiLUActivation")
 """Classes of the gate's activation that `Gated` computes."""
@@ -98,7 +98,9 @@ def replace_layers(model: nn.Module) -> None:
 
 
 def _replacement(module: nn.Module) -> nn.Module | None:
-    if type(module).__name__ in ATTENTIONS:
+    # Only the stock module hands its window to the attention.
+    is_windowed = getattr(module, "sliding_window", None) is not None
+    if type(module).__name__ in ATTENTIONS and not is_windowed:
         return RotaryAttention(module)
     is_gated = {"gate_proj", "up_proj", "down_proj", "act_fn"} <= {
         *(name for name, _ in module.named_children())

@@ -13,6 +13,7 @@ alone: `least_budget_bytes`. `microbatches` cuts a step to fit a budget.
 from dataclasses import dataclass
 
 from forgemq_trainer.core.draft_memory import DraftShape
+from forgemq_trainer.core.layer_parts import COMMON_PARTS, EXPERT_KEPT, MLP_KEPT, LayerParts
 from forgemq_trainer.core.low_rank import AdapterShape
 from forgemq_trainer.core.peak import Peak
 
@@ -43,6 +44,7 @@ class ModelShape:
         experts_per_token: Chosen for each token; 0 in a dense model.
         is_head_tied: True if the head's weights are the embedding's.
         slot_multiple: A carry's slots are rounded up to a multiple of this, for the attention.
+        parts: What layers have besides, or in place of, the common parts.
         draft: Of the draft head that trains beside the model; None without one.
         adapters: That train in place of the model's own weights; None if these train.
     """
@@ -61,6 +63,7 @@ class ModelShape:
     experts_per_token: int = 0
     is_head_tied: bool = False
     slot_multiple: int = 1
+    parts: LayerParts = COMMON_PARTS
     draft: DraftShape | None = None
     adapters: AdapterShape | None = None
 
@@ -78,18 +81,38 @@ class ModelShape:
         layers after it are freed, so the rest of its activations need no room of their own as long
         as one layer at the end is not recomputed.
         """
-        heads = 3 * self.query_size + (0 if is_carried else 2 * self.key_size)
+        dense = max(0, self.parts.dense_layers - recomputed_layers)
+        routed = self.layers - max(self.parts.dense_layers, recomputed_layers)
+        of_dense, of_routed = (
+            self._layer_bytes(is_carried=is_carried, is_dense=is_dense)
+            for is_dense in (True, False)
+        )
+        kept = dense * of_dense + routed * of_routed
+        if recomputed_layers and self.parts.dense_layers:
+            # The room of the last layer may be too small for one of the first.
+            kept += max(0, of_dense - of_routed)
+        return kept + recomputed_layers * self.recomputed_bytes_per_token
+
+    def _layer_bytes(self, *, is_carried: bool, is_dense: bool) -> int:
+        """Of one layer; `is_dense` if it has an MLP in a model of experts."""
+        parts = self.parts
+        heads = 2 * self.query_size + (0 if is_carried else 2 * self.key_size)
         heads += self.query_size + self.key_size if self.is_head_normed else 0
+        heads += parts.latent.kept if parts.latent else self.query_size
+        in_all = parts.norms_kept * self.hidden + heads
+        if is_dense:
+            return (in_all + parts.dense_mlp_kept) * self.value_bytes
         chosen = self.experts_per_token * 2 * self.hidden
-        gated = (4 if self.experts else 3) * self.mlp_size
-        values = 4 * self.hidden + heads + gated + chosen
+        kept = parts.mlp_kept or (EXPERT_KEPT if self.experts else MLP_KEPT)
+        values = in_all + kept * self.mlp_size + parts.shared_mlp_kept + chosen
         if self.adapters is not None:
             mlp_size = 0 if self.experts else self.mlp_size
             values -= self.adapters.unkept_values(self.hidden, self.query_size, mlp_size)
         weights = (self.experts + 2 * self.experts_per_token) * self.wide_bytes
         routes = weights + self.experts_per_token * (ROUTE_BYTES + self.expert_index_bytes)
-        kept = (self.layers - recomputed_layers) * (values * self.value_bytes + routes)
-        return kept + recomputed_layers * self.recomputed_bytes_per_token
+        if parts.is_router_wide and self.value_bytes < self.wide_bytes:
+            routes += self.hidden * self.wide_bytes
+        return values * self.value_bytes + routes
 
     @property
     def recomputed_bytes_per_token(self) -> int:
@@ -171,6 +194,8 @@ class ModelShape:
         norm += self.wide_bytes + self.value_bytes if is_narrow else 0
         rounded = self.value_bytes if is_narrow else 0
         experts = self.experts_per_token * (3 * self.wide_bytes + rounded)
+        # The gradient of the input, from the MLP that every token uses, waits for the experts'.
+        experts += self.value_bytes if self.parts.shared_mlp_size else 0
         return max(self.hidden * max(norm, experts), 2 * self.mlp_size * self.value_bytes)
 
     @property
@@ -211,13 +236,6 @@ class ModelShape:
             return max(3 * logits, 2 * logits + weights)
         narrowed = self.hidden * self.vocabulary * self.value_bytes
         return weights + max(3 * logits, weights + logits + max(logits, narrowed))
-
-    def cost(self, *, tokens: int, attention_pairs: int) -> int:
-        """Forward multiplications of a tree without its head, for balancing ranks."""
-        linear = (
-            2 * self.hidden * (self.query_size + self.key_size) + 3 * self.hidden * self.mlp_size
-        )
-        return self.layers * (tokens * linear + 2 * attention_pairs * self.query_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

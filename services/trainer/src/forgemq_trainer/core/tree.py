@@ -62,6 +62,7 @@ class Forest:
         entry_route_ER: int16, recorded experts of all layers; R is 0 if no group has expert routes.
         entry_is_routed_E: True if the recorded experts are those of the pass that sampled it.
         sample_count: S.
+        sample_length_S: Tokens of each sample, with its whole context.
         request_tokens: Tokens of all samples, each with its whole context.
         request_pairs: Pairs that attention would visit in them.
         trunk_tokens: Tokens on the path to the last sample of an episode.
@@ -90,6 +91,7 @@ class Forest:
     entry_is_routed_E: NDArray[np.bool_]
     entry_is_supervised_E: NDArray[np.bool_]
     sample_count: int
+    sample_length_S: Integers
     request_tokens: int
     request_pairs: int
     trunk_tokens: int
@@ -154,6 +156,7 @@ def read_tree(tree: MergedTree, *, is_supervised: bool = False) -> Forest:
         entry_is_routed_E=_is_of_newest_version(entries) & bool(entries.route_ER.shape[1]),
         entry_is_supervised_E=np.full(len(entries.token_E), is_supervised),
         sample_count=entries.sample_count,
+        sample_length_S=length_S,
         request_tokens=int(length_S.sum()),
         request_pairs=int((length_S * (length_S + 1) // 2).sum()),
         trunk_tokens=_trunk_tokens(tree, leaf_S=leaf_S, subtree_end_N=subtree_end_N),
@@ -209,6 +212,7 @@ def joined(forests: Sequence[Forest]) -> Forest:
         entry_is_routed_E=np.concatenate([forest.entry_is_routed_E for forest in forests]),
         entry_is_supervised_E=np.concatenate([forest.entry_is_supervised_E for forest in forests]),
         sample_count=sum(forest.sample_count for forest in forests),
+        sample_length_S=np.concatenate([forest.sample_length_S for forest in forests]),
         request_tokens=sum(forest.request_tokens for forest in forests),
         request_pairs=sum(forest.request_pairs for forest in forests),
         trunk_tokens=sum(forest.trunk_tokens for forest in forests),

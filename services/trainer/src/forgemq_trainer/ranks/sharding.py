@@ -83,7 +83,7 @@ def whole_state(model: nn.Module, *, dtype: torch.dtype, is_kept: bool) -> dict[
 
     Args:
         model: Sharded.
-        dtype: Of the floating-point tensors.
+        dtype: Of the parameters; a buffer, as a router's bias, keeps its own.
         is_kept: False on the ranks that only send their part; they get an empty result.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -94,10 +94,8 @@ def whole_state(model: nn.Module, *, dtype: torch.dtype, is_kept: bool) -> dict[
         if id(tensor) not in whole:
             full = tensor.detach()
             full = full.full_tensor() if isinstance(full, DTensor) else full
-            is_float = full.is_floating_point()
-            whole[id(tensor)] = (
-                (full.to(dtype) if is_float else full).cpu() if is_kept else full.new_empty(0)
-            )
+            full = full.to(dtype) if name in parameters else full
+            whole[id(tensor)] = full.cpu() if is_kept else full.new_empty(0)
         state[name] = whole[id(tensor)]
     return state if is_kept else {}
 

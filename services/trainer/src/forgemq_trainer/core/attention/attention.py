@@ -17,7 +17,7 @@ from torch import Tensor
 from forgemq_trainer.core.attention.plan import AttentionPlan
 from forgemq_trainer.core.tree import Integers
 
-UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
+UNSUPPORTED = ("softcap",)
 """Arguments that a model may pass to its attention, and without which its result would be wrong."""
 
 
@@ -44,11 +44,13 @@ class BlockKeys:
         plan: Pieces of its queries, in the coordinates of the carries.
         carries: One for each layer; empty if the run is the whole forest.
         subtree_end_S: Of each key, in the same coordinates.
+        position_S: Number of ancestors of each key, in the same coordinates.
     """
 
     plan: AttentionPlan
     carries: tuple[Carry, ...]
     subtree_end_S: Integers
+    position_S: Integers
 
 
 class KeptOutput:
@@ -85,11 +87,14 @@ class RunAttention(Protocol):
         scale: float,
         carry: Carry | None,
         kept: KeptOutput | None = None,
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """[T, H, D], of the queries' dtype; query head h reads key head h // (H / K).
 
         A layer that runs forward twice passes `kept` both times. A backend may attend twice
-        instead.
+        instead. With a window of W a query sees itself and its W - 1 nearest ancestors. Sinks are
+        one more score for every query of a head, whose value is 0.
         """
         ...
 
@@ -134,6 +139,8 @@ def attention_interface(
     tree_attention: TreeAttention,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """Tree attention as transformers calls it; the plan arrives as the model's keyword argument.
@@ -142,19 +149,21 @@ def attention_interface(
         module: The layer's attention; its `layer_idx` picks the carry.
         query: [1, H, T, D] after rotary embedding; perhaps wider than `value`'s dtype.
         key: [1, K, T, D].
-        value: [1, K, T, D].
+        value: [1, K, T, D]; a narrower one has to be padded before (`exchange.py`).
         attention_mask: Must be None; the plan decides which keys a query sees.
         tree_attention: Attention and carries of this run.
         scaling: Multiplies the scores; None is 1 / sqrt(D).
         dropout: Must be 0.
+        sliding_window: Tokens that a query sees at most, itself among them; None is all ancestors.
+        s_aux: [H], the sinks.
         **others: Other arguments of the model; those of `UNSUPPORTED` must be None.
 
     Returns:
         [1, T, H, D] and None.
 
     Raises:
-        ValueError: a mask, dropout, a window, sinks or a cap of the scores was asked for, or the
-            batch has several rows.
+        ValueError: a mask, dropout or a cap of the scores was asked for, or the batch has several
+            rows.
     """
     if attention_mask is not None or dropout:
         raise ValueError("tree attention takes neither a mask nor dropout")
@@ -173,6 +182,8 @@ def attention_interface(
         scale=1 / math.sqrt(query.shape[-1]) if scaling is None else scaling,
         carry=tree_attention.carries[layer] if tree_attention.carries else None,
         kept=tree_attention.kept[layer] if layer < len(tree_attention.kept) else None,
+        window=sliding_window,
+        sinks_H=s_aux,
     )
     return output_THD[None], None
 

@@ -232,6 +232,7 @@ class PathKeys:
             plan=slot_plan(plan, position_N=self._forest.position_N, path_tokens=len(block.path)),
             carries=self._carries,
             subtree_end_S=self._forest.subtree_end_N[seen] + shift,
+            position_S=self._forest.position_N[seen],
         )
 
     def _index(self, array: Integers) -> Tensor:
@@ -273,6 +274,7 @@ class WholeKeys:
             plan=attention_plan(self._pieces, start=start, end=end),
             carries=self._carries,
             subtree_end_S=self._forest.subtree_end_N[:end],
+            position_S=self._forest.position_N[:end],
         )
 
     def start_backward(self) -> None:

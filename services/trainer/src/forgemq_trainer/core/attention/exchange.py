@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from forgemq_trainer.core.assignment import Range
 from forgemq_trainer.core.attention.attention import Carry, attention_interface
@@ -123,6 +124,9 @@ def shared_attention_interface(
 ) -> tuple[Tensor, None]:
     """`attention_interface` after an exchange of keys and values, if ranks share the forest.
 
+    Values narrower than keys are padded with zeros, and the output is cut: the kernels have one
+    head size.
+
     Args:
         module: The layer's attention.
         query: As in `attention_interface`.
@@ -132,10 +136,13 @@ def shared_attention_interface(
         key_exchange: None if this rank runs the forest alone.
         others: As in `attention_interface`.
     """
+    width = value.shape[-1]
+    value = functional.pad(value, (0, key.shape[-1] - width)) if width < key.shape[-1] else value
     if key_exchange is not None:
         layer = module.layer_idx
         assert isinstance(layer, int)
         carry = others["tree_attention"].carries[layer]
         shared = key_exchange.exchange(key[0].to(value.dtype), value[0], carry)
         key, value = shared[0][None], shared[1][None]
-    return attention_interface(module, query, key, value, attention_mask, **others)
+    output, _ = attention_interface(module, query, key, value, attention_mask, **others)
+    return output[..., :width], None

@@ -6,7 +6,8 @@ nothing of size N x N exists: the mask is O(N), the lists of blocks are N/128 x 
 
 Queries and keys are padded to whole blocks, and their numbers of blocks are symbols to the
 compiler: a model's attention is compiled once with gradient and once without, for trees of every
-length, whole or in blocks.
+length, whole or in blocks. A layer with a window has a mask of its own, from one further integer
+for each key and each query: their positions. That is a second kernel.
 
 Shapes: T queries of this run, H query heads, S slots of keys, K key/value heads, D head size, A
 blocks of queries, B blocks of keys.
@@ -16,12 +17,13 @@ What was checked without a GPU: docs/tree_training.md.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from forgemq_trainer.core.attention.attention import (
     BlockKeys,
@@ -39,10 +41,11 @@ BLOCKS_MIN = 2
 """torch.compile treats a size of 1 as a constant, and would compile again for it."""
 
 KINDS_MAX = 8
-"""Kernels that one model may compile. It needs two, with and without gradient; more than a few
-would mean that some length is no symbol, and that every tree compiles again."""
+"""Kernels that one model may compile. It needs two, with and without gradient, and two more if some
+of its layers have a window; more than a few would mean that some length is no symbol, and that
+every tree compiles again."""
 
-MaskTensors: TypeAlias = tuple[Tensor, Tensor, tuple[Tensor, ...]]
+MaskTensors: TypeAlias = tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]
 """The fields of a `TreeMask`, as the compiler traces them."""
 
 
@@ -56,15 +59,17 @@ class TreeMask:
         lists: Of blocks, as in BlockMask: for each block of queries the number of its partial
             blocks of keys, int32 [1, 1, A], and their indices, [1, 1, A, B]; the same for full
             blocks; then both for each block of keys.
+        near: Under a window, int32 positions of queries and of keys by block, and the window.
     """
 
     end_BS: Tensor
     start: Tensor
     lists: tuple[Tensor, ...]
+    near: tuple[Tensor, ...] = ()
 
     def block_mask(self) -> BlockMask:
         """The mask in FlexAttention's form."""
-        return _block_mask(self.end_BS, self.start, self.lists)
+        return _block_mask(self.end_BS, self.start, self.lists, self.near)
 
 
 class FlexKernel(Protocol):
@@ -79,8 +84,9 @@ class FlexKernel(Protocol):
         *,
         mask: TreeMask,
         scale: float,
-    ) -> Tensor:
-        """[H, T, D]; T and S are whole blocks of the mask."""
+        has_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[H, T, D], and if asked for the log-sum-exp [H, T]; T and S are whole blocks."""
         ...
 
 
@@ -98,7 +104,13 @@ def flex_attention_of(keys: BlockKeys, *, kernel: FlexKernel, device: torch.devi
     # Slots of padding, and those that an earlier block left behind, end at 0: no query sees them.
     end_S = torch.zeros(slots, dtype=torch.int32)
     end_S[: plan.end] = torch.from_numpy(keys.subtree_end_S[: plan.end])
-    mask = tree_mask(end_S.to(device), start=plan.start, queries=queries)
+    position_S = torch.zeros(slots, dtype=torch.int32)
+    position_S[: plan.end] = torch.from_numpy(keys.position_S[: plan.end])
+
+    @cache
+    def mask_under(window: int | None) -> TreeMask:
+        near = None if window is None else Nearness(position_S=position_S.to(device), window=window)
+        return tree_mask(end_S.to(device), start=plan.start, queries=queries, near=near)
 
     def attend(
         query_THD: Tensor,
@@ -109,6 +121,8 @@ def flex_attention_of(keys: BlockKeys, *, kernel: FlexKernel, device: torch.devi
         scale: float,
         carry: Carry | None,
         kept: KeptOutput | None = None,
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         # FlexAttention takes no output from elsewhere: a layer that runs again attends again.
         del kept
@@ -122,19 +136,40 @@ def flex_attention_of(keys: BlockKeys, *, kernel: FlexKernel, device: torch.devi
                 value_KTD, carry.value_KND, carry.value_grad_KND, start=start
             )
         query_HTD = _in_blocks(query_THD.transpose(0, 1))
-        output_HTD = kernel(query_HTD, key_KSD, value_KSD, mask=mask, scale=scale)
-        return output_HTD[:, :queries].transpose(0, 1)
+        padded_HTD, lse_HT = kernel(
+            query_HTD,
+            key_KSD,
+            value_KSD,
+            mask=mask_under(window),
+            scale=scale,
+            has_lse=sinks_H is not None,
+        )
+        output_HTD = padded_HTD[:, :queries]
+        if sinks_H is not None and lse_HT is not None:
+            # The share of the softmax that the sink leaves to the keys.
+            share_HT = torch.sigmoid(lse_HT[:, :queries] - sinks_H[:, None])
+            output_HTD = (output_HTD * share_HT[..., None]).to(query_THD.dtype)
+        return output_HTD.transpose(0, 1)
 
     return attend
 
 
-def tree_mask(end_S: Tensor, *, start: int, queries: int) -> TreeMask:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nearness:
+    """What a window depends on: int32 position of each slot, and how many keys a query sees."""
+
+    position_S: Tensor
+    window: int
+
+
+def tree_mask(end_S: Tensor, *, start: int, queries: int, near: Nearness | None = None) -> TreeMask:
     """The mask of `key <= start + query < end[key]`, in O(N) and the lists of blocks.
 
     Args:
         end_S: int32, subtree end of each key, 0 for padding; as many as a multiple of BLOCK.
         start: Slot of the first query.
         queries: Number of queries; the padding of the last block sees no key.
+        near: Of a layer with a window; None if queries see all ancestors.
     """
     device = end_S.device
     end_BS = end_S.clamp(max=start + queries).view(-1, BLOCK)
@@ -144,6 +179,18 @@ def tree_mask(end_S: Tensor, *, start: int, queries: int) -> TreeMask:
     query_last_A = query_start_A + BLOCK - 1
     is_seen_AB = (key_start_B <= query_last_A) & (query_start_A < largest_B)
     is_full_AB = (key_start_B + BLOCK - 1 <= query_start_A) & (query_last_A < least_B)
+    positions: tuple[Tensor, ...] = ()
+    if near is not None:
+        key_BS = near.position_S.view(-1, BLOCK)
+        query_AT = functional.pad(
+            near.position_S[start : start + queries], (0, _padded(queries) - queries)
+        ).view(-1, BLOCK)
+        # By the nearest and by the furthest pair of two blocks; positions of padding are 0, which
+        # may only visit a block for nothing.
+        is_seen_AB &= query_AT.amin(1)[:, None] - key_BS.amax(1) < near.window
+        is_full_AB &= query_AT.amax(1)[:, None] - key_BS.amin(1) < near.window
+        window = torch.tensor(near.window, device=device, dtype=torch.int32)
+        positions = (query_AT, key_BS, window)
     is_partial_AB = is_seen_AB & ~is_full_AB
     lists = [
         _listed(is_visited)
@@ -153,6 +200,7 @@ def tree_mask(end_S: Tensor, *, start: int, queries: int) -> TreeMask:
         end_BS=end_BS,
         start=torch.tensor(start, device=device, dtype=torch.int32),
         lists=tuple(tensor for pair in lists for tensor in pair),
+        near=positions,
     )
 
 
@@ -188,18 +236,20 @@ class CompiledFlex:
         *,
         mask: TreeMask,
         scale: float,
-    ) -> Tensor:
+        has_lse: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
         """Attention under a mask, by the compiled kernel."""
         lists = tuple(_mark_dynamic(tensor, *range(2, tensor.dim())) for tensor in mask.lists)
-        output = self._attend(
+        near = tuple(_mark_dynamic(each, 0) if each.dim() else each for each in mask.near)
+        output, lse = self._attend(
             _mark_dynamic(_by_block(query_HTD), 2),
             _mark_dynamic(_by_block(key_KSD), 2),
             _mark_dynamic(_by_block(value_KSD), 2),
-            (_mark_dynamic(mask.end_BS, 0), mask.start, lists),
+            (_mark_dynamic(mask.end_BS, 0), mask.start, lists, near),
             scale,
+            has_lse,
         )
-        assert isinstance(output, Tensor)
-        return output[0]
+        return output[0], None if lse is None else lse[0]
 
 
 def _mark_dynamic(tensor: Tensor, *dimensions: int) -> Tensor:
@@ -214,7 +264,8 @@ def _attend(
     value: Tensor,
     mask: MaskTensors,
     scale: float,
-) -> Tensor:
+    has_lse: bool,  # the compiled function is called by position
+) -> tuple[Tensor, Tensor | None]:
     if not torch.compiler.is_compiling():
         raise RuntimeError(
             "torch.compile is switched off (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE): tree "
@@ -223,24 +274,34 @@ def _attend(
     # Lengths written as 128 * blocks: the compiler sees that tiles divide them, and need not mask
     # loads at the end.
     query, key, value = query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
-    output = flex_attention(
-        query,
-        key,
-        value,
-        block_mask=_block_mask(*mask),
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    masked: dict[str, Any] = {
+        "block_mask": _block_mask(*mask),
+        "scale": scale,
+        "enable_gqa": query.shape[1] != key.shape[1],
+    }
+    if has_lse:
+        output, others = flex_attention(
+            query, key, value, return_aux=AuxRequest(lse=True), **masked
+        )
+        return output, others.lse
+    output = flex_attention(query, key, value, **masked)
     assert isinstance(output, Tensor)
-    return output
+    return output, None
 
 
-def _block_mask(end_BS: Tensor, start: Tensor, lists: tuple[Tensor, ...]) -> BlockMask:
+def _block_mask(
+    end_BS: Tensor, start: Tensor, lists: tuple[Tensor, ...], near: tuple[Tensor, ...]
+) -> BlockMask:
     end_S = end_BS.flatten()
 
     def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         slot = query + start
         return (key <= slot) & (slot < end_S[key])
+
+    def visible_and_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        query_AT, key_BS, window = near
+        distance = query_AT.flatten()[query] - key_BS.flatten()[key]
+        return visible(batch, head, query, key) & (distance < window)
 
     keys, key_order, full_keys, full_key_order, *of_keys = lists
     queries, query_order, full_queries, full_query_order = of_keys
@@ -255,7 +316,7 @@ def _block_mask(end_BS: Tensor, start: Tensor, lists: tuple[Tensor, ...]) -> Blo
         full_queries,
         full_query_order,
         BLOCK_SIZE=(BLOCK, BLOCK),
-        mask_mod=visible,
+        mask_mod=visible_and_near if near else visible,
     )
 
 

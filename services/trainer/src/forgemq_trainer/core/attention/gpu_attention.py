@@ -1,11 +1,22 @@
-"""Chooses how a GPU computes a run's attention: flash over pieces, or a block mask."""
+"""Chooses how a GPU computes a run's attention: flash over pieces, or a block mask.
+
+Layers with a window always take the mask.
+"""
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal, TypeAlias
 
 import torch
+from torch import Tensor
 
-from forgemq_trainer.core.attention.attention import AttentionBackend, BlockKeys, RunAttention
+from forgemq_trainer.core.attention.attention import (
+    AttentionBackend,
+    BlockKeys,
+    Carry,
+    KeptOutput,
+    RunAttention,
+)
 from forgemq_trainer.core.attention.cpu_attention import CpuAttention
 from forgemq_trainer.core.attention.flash4_varlen import choose_kernel
 from forgemq_trainer.core.attention.flash_varlen import FlashVarlen, VarlenKernel
@@ -66,9 +77,41 @@ class GpuAttention:
         kind = self.kind or attention_kind(
             keys.plan, dtype=dtype, head_size=self.head_size, kernel=self.varlen
         )
-        if kind == "varlen":
-            return varlen_attention_of(keys, kernel=self.varlen, device=device)
-        return flex_attention_of(keys, kernel=self.flex, device=device)
+
+        @cache
+        def masked() -> RunAttention:
+            return flex_attention_of(keys, kernel=self.flex, device=device)
+
+        if kind == "flex":
+            return masked()
+        by_pieces = varlen_attention_of(keys, kernel=self.varlen, device=device)
+
+        def attend(
+            query_THD: Tensor,
+            key_TKD: Tensor,
+            value_TKD: Tensor,
+            /,
+            *,
+            scale: float,
+            carry: Carry | None,
+            kept: KeptOutput | None = None,
+            window: int | None = None,
+            sinks_H: Tensor | None = None,
+        ) -> Tensor:
+            # The pieces' kernel has no bands; a layer with a window takes the mask.
+            chosen = by_pieces if window is None else masked()
+            return chosen(
+                query_THD,
+                key_TKD,
+                value_TKD,
+                scale=scale,
+                carry=carry,
+                kept=kept,
+                window=window,
+                sinks_H=sinks_H,
+            )
+
+        return attend
 
 
 def attention_on(device: torch.device, *, head_size: int) -> AttentionBackend:

@@ -121,9 +121,13 @@ def varlen_attention_of(
         scale: float,
         carry: Carry | None,
         kept: KeptOutput | None = None,
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
+        if window is not None:
+            raise ValueError(f"flash over pieces takes no window, got {window}")
         output = _TreeVarlen.apply(
-            query_THD, key_TKD, value_TKD, _Run(calls, kernel, own, scale, carry, kept)
+            query_THD, key_TKD, value_TKD, sinks_H, _Run(calls, kernel, own, scale, carry, kept)
         )
         assert isinstance(output, Tensor)
         return output
@@ -148,6 +152,7 @@ class _TreeVarlen(torch.autograd.Function):
         query_THD: Tensor,
         key_TKD: Tensor,
         value_TKD: Tensor,
+        sinks_H: Tensor | None,
         run: _Run,
     ) -> Tensor:
         keys, values = key_TKD, value_TKD
@@ -156,16 +161,16 @@ class _TreeVarlen(torch.autograd.Function):
             keys[run.own], values[run.own] = key_TKD, value_TKD
 
         def attended() -> tuple[Tensor, Tensor]:
-            return _forward_calls(query_THD, keys, values, run)
+            return _forward_calls(query_THD, keys, values, sinks_H, run)
 
         output, lse_HT = attended() if run.kept is None else run.kept.of(attended)
-        ctx.save_for_backward(query_THD, keys, values, output, lse_HT)
+        ctx.save_for_backward(query_THD, keys, values, output, lse_HT, sinks_H)
         ctx.run = run
         return output
 
     @staticmethod
     def backward(ctx: Any, output_grad_THD: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # as forward
-        query_THD, keys, values, output_THD, lse_HT = ctx.saved_tensors
+        query_THD, keys, values, output_THD, lse_HT, sinks_H = ctx.saved_tensors
         run: _Run = ctx.run
         wide = lse_HT.dtype
         query_grad = torch.zeros_like(query_THD, dtype=wide)
@@ -199,12 +204,13 @@ class _TreeVarlen(torch.autograd.Function):
             query_grad.to(query_THD.dtype),
             key_grad[run.own].to(keys.dtype, copy=True),
             value_grad[run.own].to(values.dtype, copy=True),
+            _sinks_gradient(output_grad_THD, output_THD, lse_HT, sinks_H),
             None,
         )
 
 
 def _forward_calls(
-    query_THD: Tensor, keys: Tensor, values: Tensor, run: _Run
+    query_THD: Tensor, keys: Tensor, values: Tensor, sinks_H: Tensor | None, run: _Run
 ) -> tuple[Tensor, Tensor]:
     """Outputs and log-sum-exps of all calls, merged by query."""
     wide = torch.promote_types(query_THD.dtype, torch.float32)
@@ -223,7 +229,20 @@ def _forward_calls(
             lse_HT.copy_(lse_HP)
         else:
             _merge(output_THD, lse_HT, piece_PHD, lse_HP, queries=call.queries)
+    if sinks_H is not None:  # As on a CPU: the sink scales the output down.
+        output_THD.mul_(torch.sigmoid(lse_HT - sinks_H[:, None]).t()[..., None])
+        lse_HT = torch.logaddexp(lse_HT, sinks_H[:, None].to(wide))
     return output_THD.to(query_THD.dtype), lse_HT
+
+
+def _sinks_gradient(
+    output_grad_THD: Tensor, output_THD: Tensor, lse_HT: Tensor, sinks_H: Tensor | None
+) -> Tensor | None:
+    """Of softmax: probability times (gradient of it, 0, less the probabilities' mean gradient)."""
+    if sinks_H is None:
+        return None
+    mean_HT = (output_grad_THD.to(lse_HT.dtype) * output_THD).sum(-1).t()
+    return -((sinks_H[:, None] - lse_HT).exp() * mean_HT).sum(1).to(sinks_H.dtype)
 
 
 def _merge(

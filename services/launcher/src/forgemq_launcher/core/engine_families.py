@@ -1,0 +1,50 @@
+"""What SGLang does not compute of a family that the trainer trains exactly.
+
+With a window that it ignores it starts and serves, with other log-probabilities than the trainer's.
+"""
+
+from msgspec import Struct
+
+WITHOUT_WINDOWS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Families whose classes in SGLang 0.5.23 attend to all ancestors, whatever window a model has."""
+
+ON_GPUS_ONLY = ("gpt_oss",)
+"""Families whose sinks its attention on a CPU does not have, with which it does not start."""
+
+
+class FamilyConfig(Struct, frozen=True, kw_only=True):
+    """What is read of a model's config.json."""
+
+    model_type: str = ""
+    sliding_window: int | None = None
+    use_sliding_window: bool = False
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query sees at most in some layer, if SGLang leaves that out; else None."""
+        is_used = self.model_type == "mistral" or self.use_sliding_window
+        return self.sliding_window if is_used and self.model_type in WITHOUT_WINDOWS else None
+
+
+def check_family(config: FamilyConfig, *, context_tokens_max: int, has_gpu: bool) -> None:
+    """Refuse a model of which an engine would compute something else.
+
+    Args:
+        config: Of the model.
+        context_tokens_max: The run's; a window that holds as many tokens hides none.
+        has_gpu: Whether all engines run on GPUs.
+
+    Raises:
+        ValueError: names the field and the rule.
+    """
+    if config.window is not None and config.window < context_tokens_max:
+        raise ValueError(
+            f"model.context_tokens_max must be at most the model's sliding_window, "
+            f"{config.window}, got {context_tokens_max}: SGLang ignores the window of a model of "
+            f"type {config.model_type}"
+        )
+    if config.model_type in ON_GPUS_ONLY and not has_gpu:
+        raise ValueError(
+            f"model.path: a model of type {config.model_type} needs engines on GPUs: SGLang's "
+            "attention on a CPU has no sinks"
+        )

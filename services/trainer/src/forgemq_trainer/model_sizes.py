@@ -1,0 +1,112 @@
+"""Sizes of a model, from its configuration in transformers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from forgemq_trainer.core.layer_parts import NORMS_KEPT, LatentShape, LayerParts, Windows
+from forgemq_trainer.core.memory import ModelShape
+
+SIGMOID_ROUTERS = ("deepseek_v3", "glm4_moe", "minimax_m2")
+HEAD_NORMS = ("gemma3_text", "minimax_m2", "qwen3", "qwen3_moe")
+
+GEMMA_NORMS_KEPT = 6
+"""Four norms: inputs of all, and outputs of the two before attention and MLP."""
+
+OTHER_MLPS_KEPT = {"gemma3_text": 4, "gpt_oss": 7}
+"""Gemma: gate, its activation, up, product. gpt-oss: gate and up before they are clamped; the gate
+after, its sigmoid and their product; up plus 1; the product of both."""
+
+
+def model_shape(config: object, *, dtype: torch.dtype) -> ModelShape:
+    """Sizes of a model, from its configuration in transformers."""
+    settings: Any = config
+    kind = str(settings.model_type)
+    size = _sizes_of(config)
+    experts = size("num_experts_per_tok")
+    expert_size = size("moe_intermediate_size", size("intermediate_size"))
+    head_size = head_size_of(config)
+    wide = torch.promote_types(dtype, torch.float32)
+    return ModelShape(
+        layers=size("num_hidden_layers"),
+        hidden=size("hidden_size"),
+        query_size=size("num_attention_heads") * head_size,
+        key_size=key_heads_of(config) * head_size,
+        mlp_size=experts * expert_size if experts else size("intermediate_size"),
+        vocabulary=size("vocab_size"),
+        value_bytes=dtype.itemsize,
+        wide_bytes=wide.itemsize,
+        is_head_normed=kind in HEAD_NORMS or bool(getattr(config, "use_qk_norm", False)),
+        experts=_expert_count(config) if experts else 0,
+        experts_per_token=experts,
+        is_head_tied=bool(getattr(config, "tie_word_embeddings", False)),
+        parts=LayerParts(
+            norms_kept=GEMMA_NORMS_KEPT if kind == "gemma3_text" else NORMS_KEPT,
+            mlp_kept=OTHER_MLPS_KEPT.get(kind),
+            dense_layers=size("first_k_dense_replace") if experts else 0,
+            dense_mlp_size=size("intermediate_size"),
+            shared_mlp_size=size("n_shared_experts") * expert_size if experts else 0,
+            is_router_wide=kind in SIGMOID_ROUTERS,
+            latent=latent_shape(config),
+            windows=windows_of(config),
+        ),
+    )
+
+
+def head_size_of(config: object) -> int:
+    """Size of one head's queries and keys."""
+    size = _sizes_of(config)
+    if size("kv_lora_rank"):
+        return size("qk_nope_head_dim") + size("qk_rope_head_dim")
+    return size("head_dim", size("hidden_size") // size("num_attention_heads"))
+
+
+def key_heads_of(config: object) -> int:
+    """Number of key/value heads, as attention has them."""
+    size = _sizes_of(config)
+    # Latent keys are expanded to one for each query head, whatever the configuration names.
+    heads = size("num_attention_heads")
+    return heads if size("kv_lora_rank") else size("num_key_value_heads", heads)
+
+
+def latent_shape(config: object) -> LatentShape | None:
+    """Sizes of attention with latent keys; None for every other."""
+    size = _sizes_of(config)
+    if not size("kv_lora_rank"):
+        return None
+    return LatentShape(
+        heads=size("num_attention_heads"),
+        query_rank=size("q_lora_rank"),
+        key_rank=size("kv_lora_rank"),
+        plain_size=size("qk_nope_head_dim"),
+        rotary_size=size("qk_rope_head_dim"),
+        value_size=size("v_head_dim"),
+    )
+
+
+def windows_of(config: object) -> Windows | None:
+    """The windows of a model's layers; None if every layer sees all ancestors."""
+    settings: Any = config
+    window = getattr(config, "sliding_window", None)
+    if window is None:
+        return None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return Windows(size=int(window), layers=int(settings.num_hidden_layers))
+    count = sum(kind == "sliding_attention" for kind in kinds)
+    return Windows(size=int(window), layers=count) if count else None
+
+
+def _sizes_of(config: object) -> Callable[..., int]:
+    def size(name: str, default: int = 0) -> int:
+        return int(getattr(config, name, None) or default)
+
+    return size
+
+
+def _expert_count(config: object) -> int:
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if count := getattr(config, name, None):
+            return int(count)
+    return 0

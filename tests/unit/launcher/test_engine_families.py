@@ -1,0 +1,38 @@
+"""A model of which SGLang would leave something out is refused before an engine starts."""
+
+import pytest
+
+from forgemq_launcher.core.engine_families import FamilyConfig, check_family
+
+
+@pytest.mark.parametrize(
+    ("config", "has_gpu"),
+    [
+        (FamilyConfig(model_type="mistral", sliding_window=4096), False),
+        (FamilyConfig(model_type="mistral"), False),
+        (FamilyConfig(model_type="qwen3", sliding_window=100), False),
+        (FamilyConfig(model_type="gemma3_text", sliding_window=100), False),
+        (FamilyConfig(model_type="gpt_oss", sliding_window=100), True),
+    ],
+)
+def test_what_the_engine_computes_is_taken(config: FamilyConfig, *, has_gpu: bool) -> None:
+    check_family(config, context_tokens_max=4096, has_gpu=has_gpu)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            FamilyConfig(model_type="mistral", sliding_window=4095),
+            r"^model.context_tokens_max must be at most the model's sliding_window, 4095, got 4096",
+        ),
+        (
+            FamilyConfig(model_type="qwen3", sliding_window=100, use_sliding_window=True),
+            "SGLang ignores the window of a model of type qwen3$",
+        ),
+        (FamilyConfig(model_type="gpt_oss"), r"^model.path: .* gpt_oss needs engines on GPUs"),
+    ],
+)
+def test_what_the_engine_leaves_out_is_refused(config: FamilyConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_family(config, context_tokens_max=4096, has_gpu=False)
