@@ -7,9 +7,10 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 from data_path_agents import DOMAIN
@@ -64,6 +65,11 @@ class Workload(Struct, frozen=True, kw_only=True):
         slots: N, groups at once.
         warm_up_s: Time before the measurement.
         measure_s: Length of the measurement.
+        window: W; None: the default.
+        group_partitions: Of the run.
+        outcome: The grader, as the run names it.
+        play: The agent, as the run names it; "": agents from outside.
+        task_source: Of that agent.
     """
 
     agents: int
@@ -79,12 +85,18 @@ class Workload(Struct, frozen=True, kw_only=True):
     slots: int
     warm_up_s: float
     measure_s: float
+    window: int | None = None
+    group_partitions: int = 2
+    outcome: str = "data_path_rewards:outcome"
+    play: str = ""
+    task_source: str = ""
 
 
 class RunningSystem(Struct, frozen=True, kw_only=True):
     """A run that is up.
 
     Attributes:
+        specs: How each service is started, also those that were left out.
         supervisor: Keeps services and stand-ins running.
         broker: The broker that the run started; None if a setting names another one.
         played: File that the agents write when they end.
@@ -94,6 +106,7 @@ class RunningSystem(Struct, frozen=True, kw_only=True):
     log: Log
     configuration: RunConfiguration
     folder: RunFolder
+    specs: Mapping[str, ServiceSpec]
     supervisor: Supervisor
     trainer: StandInTrainer
     broker: psutil.Process | None
@@ -123,15 +136,66 @@ class RunningSystem(Struct, frozen=True, kw_only=True):
 
 @asynccontextmanager
 async def running(
-    name: str, workload: Workload, *, folder: Path, has_agents: bool = True
+    name: str,
+    workload: Workload,
+    *,
+    folder: Path,
+    left_out: Collection[str] = (),
+    environ: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[RunningSystem]:
-    """Start everything, the agents too if wanted, yield the system, and stop everything."""
+    """Start everything, yield the system, and stop everything.
+
+    Args:
+        name: Of the case.
+        workload: What it does.
+        folder: For its files.
+        left_out: Services and stand-ins that are not started.
+        environ: Further settings of the services.
+    """
+    async with _announced(name, workload, folder=folder) as (broker, run, log):
+        configuration = run.configuration()
+        supervisor = Supervisor(policy=RestartPolicy(restarts_max=0), grace_s=20.0, note=_note)
+        trainer = StandInTrainer(
+            log,
+            model=Path(configuration.model.path),
+            folder=run / "checkpoints",
+            group_partitions=configuration.log.group_partitions,
+        )
+        listener = listening_socket(HOST, wanted=0)
+        addresses = _addresses(broker, run, listener=listener)
+        services = service_specs(
+            configuration, folder=run, addresses=addresses, environ={**os.environ, **environ}
+        )
+        specs = _specs(workload, folder=run, addresses=addresses, services=services)
+        started = [spec for spec in specs if spec.name not in left_out]
+        async with _kept_up(started, supervisor), asyncio.TaskGroup() as tasks:
+            training = tasks.create_task(trainer.run())
+            yield RunningSystem(
+                log=log,
+                configuration=configuration,
+                folder=run,
+                specs={spec.name: spec for spec in services},
+                supervisor=supervisor,
+                trainer=trainer,
+                broker=_java() if broker.is_own else None,
+                played=run / "played.jsonl",
+                kafka=broker.connection.bootstrap,
+                gateway_url=addresses.gateway_url,
+            )
+            training.cancel()
+        listener.close()
+
+
+@asynccontextmanager
+async def _announced(
+    name: str, workload: Workload, *, folder: Path
+) -> AsyncIterator[tuple[RunBroker, RunFolder, KafkaLog]]:
+    """A broker on which the run is announced, the run's folder, and its log."""
     run = RunFolder(folder / name.replace("_", "-"))
     model = model_folder(folder / "model", context_tokens_max=workload.context_tokens_max)
     configuration = run_configuration(run.run, workload, model=model)
     run.make(configuration)
     broker = RunBroker(run / "kafka", environ=os.environ, note=_note)
-    supervisor = Supervisor(policy=RestartPolicy(restarts_max=0), grace_s=20.0, note=_note)
     await broker.start()
     log = KafkaLog(
         broker.connection,
@@ -148,51 +212,38 @@ async def running(
             started_ms=time.time_ns() // 1_000_000,
         )
         await write_start(broker.connection, started)
-        trainer = StandInTrainer(
-            log,
-            model=model,
-            folder=run / "checkpoints",
-            group_partitions=configuration.log.group_partitions,
-        )
-        listener = listening_socket(HOST, wanted=0)
-        addresses = _addresses(broker, run, listener=listener)
-        specs = _specs(configuration, workload, folder=run, addresses=addresses)
-        specs = specs if has_agents else [spec for spec in specs if spec.name != "agents"]
+        yield broker, run, log
+    finally:
+        await log.close()
+        await broker.stop()
+
+
+@asynccontextmanager
+async def _kept_up(specs: Sequence[ServiceSpec], supervisor: Supervisor) -> AsyncIterator[None]:
+    """Keep these processes up, and at the end stop all that the supervisor has."""
+    try:
         async with asyncio.TaskGroup() as tasks:
             kept = [
                 tasks.create_task(supervisor.keep(spec, may_end=lambda: False)) for spec in specs
             ]
-            kept.append(tasks.create_task(trainer.run()))
-            yield RunningSystem(
-                log=log,
-                configuration=configuration,
-                folder=run,
-                supervisor=supervisor,
-                trainer=trainer,
-                broker=_java() if broker.is_own else None,
-                played=run / "played.jsonl",
-                kafka=broker.connection.bootstrap,
-                gateway_url=addresses.gateway_url,
-            )
+            yield
             for task in kept:
                 task.cancel()
-        listener.close()
     finally:
         await supervisor.stop()
-        await log.close()
-        await broker.stop()
 
 
 def run_configuration(run: str, workload: Workload, *, model: Path) -> RunConfiguration:
     """One domain, one lane, and more steps than a load test takes."""
     queue = Queue(
         domain=DOMAIN,
-        task_source="",
-        agent="",
-        outcome="data_path_rewards:outcome",
+        task_source=workload.task_source,
+        agent=workload.play,
+        outcome=workload.outcome,
         group_size=workload.group_size,
         groups_per_step=workload.groups_per_step,
         slots=workload.slots,
+        window=workload.window,
     )
     return RunConfiguration(
         run=run,
@@ -205,7 +256,7 @@ def run_configuration(run: str, workload: Workload, *, model: Path) -> RunConfig
         episodes=Episodes(
             sampling=Sampling(max_tokens=workload.output_tokens), concurrent_max=workload.agents
         ),
-        log=LogLayout(group_partitions=2, lanes=1),
+        log=LogLayout(group_partitions=workload.group_partitions, lanes=1),
         code_paths=(str(LOADTESTS),),
     )
 
@@ -224,11 +275,13 @@ def _addresses(broker: RunBroker, folder: RunFolder, *, listener: socket.socket)
 
 
 def _specs(
-    configuration: RunConfiguration, workload: Workload, *, folder: RunFolder, addresses: Addresses
+    workload: Workload,
+    *,
+    folder: RunFolder,
+    addresses: Addresses,
+    services: Sequence[ServiceSpec],
 ) -> Sequence[ServiceSpec]:
-    services = service_specs(
-        configuration, folder=folder, addresses=addresses, environ=dict(os.environ)
-    )
+    """The services that are measured, between the stand-ins for engine and agents."""
     shared = services[0].environ
 
     def stand_in(name: str, settings: Mapping[str, object], *, stage: int) -> ServiceSpec:

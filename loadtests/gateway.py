@@ -228,7 +228,7 @@ async def measure_whole(
 ) -> tuple[dict[str, Seen], Proxied | None]:
     """Start the system once and play every wanted case on it, and then what is only passed on."""
     found, passed = {}, None
-    async with running("gateway", SYSTEM, folder=folder, has_agents=False) as system:
+    async with running("gateway", SYSTEM, folder=folder, left_out=("agents",)) as system:
         await until_serving(system.gateway_url)
         target = _whole(system)
         for case, load in wanted.items():

@@ -109,7 +109,7 @@ def _gateway(system: RunningSystem) -> psutil.Process:
 
 async def measure(folder: Path) -> dict[str, Seen]:
     """Start the system and play all phases."""
-    async with running("overload", WORKLOAD, folder=folder, has_agents=False) as system:
+    async with running("overload", WORKLOAD, folder=folder, left_out=("agents",)) as system:
         await until_serving(system.gateway_url)
         seen = {name: await phase(system, name, of) for name, of in PHASES.items()}
         await system.supervisor.stop()
