@@ -3,16 +3,16 @@
 `record_run.py` writes the file.
 """
 
+import lzma
 from pathlib import Path
 
 import msgspec
-import zstandard
 
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.trees import MergedTree
 
-FILE = Path(__file__).with_name("recorded_run.msgpack.zst")
+FILE = Path(__file__).with_name("recorded_run.msgpack.xz")
 
 
 class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,11 +33,9 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 def recorded_run() -> RecordedRun:
     """The run that is kept beside this file."""
-    packed = zstandard.ZstdDecompressor().decompress(FILE.read_bytes())
-    return msgspec.msgpack.decode(packed, type=RecordedRun)
+    return msgspec.msgpack.decode(lzma.decompress(FILE.read_bytes()), type=RecordedRun)
 
 
 def write_recorded_run(recorded: RecordedRun) -> None:
     """Replace the run that is kept beside this file."""
-    packed = msgspec.msgpack.encode(recorded)
-    FILE.write_bytes(zstandard.ZstdCompressor(level=19).compress(packed))
+    FILE.write_bytes(lzma.compress(msgspec.msgpack.encode(recorded), preset=9))

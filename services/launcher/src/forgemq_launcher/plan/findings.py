@@ -143,8 +143,8 @@ def _notes(run: PlannedRun, plan: RunPlan) -> Iterator[str]:
         yield "there is no GPU, so engines and seconds are not planned"
     elif ranks > machines.gpus:
         yield (
-            f"{ranks} ranks are more than a node's {machines.gpus} GPUs: `forgemq run` starts ranks "
-            "on one machine; deploy/kubernetes/overlays/production has a trainer of several"
+            f"{ranks} ranks are more than a node's {machines.gpus} GPUs: `forgemq run` starts "
+            "ranks on one machine; deploy/kubernetes/overlays/production has a trainer of several"
         )
     elif engines + ranks > machines.gpus:
         yield (

@@ -91,7 +91,17 @@ class ModelShape:
         if recomputed_layers and self.parts.dense_layers:
             # The room of the last layer may be too small for one of the first.
             kept += max(0, of_dense - of_routed)
+        if recomputed_layers:  # What a frozen layer does not keep is there while it runs again.
+            kept += self._unkept_values * self.value_bytes
         return kept + recomputed_layers * self.recomputed_bytes_per_token
+
+    @property
+    def _unkept_values(self) -> int:
+        """Values of a token that a layer need not keep since it is frozen; 0 if it trains."""
+        if self.adapters is None:
+            return 0
+        mlp_size = 0 if self.experts else self.mlp_size
+        return self.adapters.unkept_values(self.hidden, self.query_size, mlp_size)
 
     def _layer_bytes(self, *, is_carried: bool, is_dense: bool) -> int:
         """Of one layer; `is_dense` if it has an MLP in a model of experts."""
@@ -105,9 +115,7 @@ class ModelShape:
         chosen = self.experts_per_token * 2 * self.hidden
         kept = parts.mlp_kept or (EXPERT_KEPT if self.experts else MLP_KEPT)
         values = in_all + kept * self.mlp_size + parts.shared_mlp_kept + chosen
-        if self.adapters is not None:
-            mlp_size = 0 if self.experts else self.mlp_size
-            values -= self.adapters.unkept_values(self.hidden, self.query_size, mlp_size)
+        values -= self._unkept_values
         weights = (self.experts + 2 * self.experts_per_token) * self.wide_bytes
         routes = weights + self.experts_per_token * (ROUTE_BYTES + self.expert_index_bytes)
         if parts.is_router_wide and self.value_bytes < self.wide_bytes:

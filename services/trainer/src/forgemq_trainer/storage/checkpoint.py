@@ -235,10 +235,7 @@ def write_checkpoint(
     optimizer: dict[str, str] = {}
 
     def fill(draft: Path) -> None:
-        if weights.is_adapter:
-            link_adapter(weights.folder, draft / ADAPTER_FOLDER)
-        else:
-            link_model(weights.folder, draft)
+        _link(weights, draft)
         (draft / OPTIMIZER_FILE).parent.mkdir()
         optimizer.update(write_optimizer(draft))
         if head is not None:
@@ -250,11 +247,7 @@ def write_checkpoint(
             tree_positions=state.tree_positions,
             weights_sha256=weights.base_sha256 if weights.is_adapter else weights.sha256,
             optimizer_sha256=optimizer.get(OPTIMIZER_FILE, ""),
-            optimizer_parts=tuple(
-                OptimizerPart(file=file, sha256=sha256)
-                for file, sha256 in sorted(optimizer.items())
-                if file != OPTIMIZER_FILE
-            ),
+            optimizer_parts=_parts(optimizer),
             head_sha256="" if head is None else file_sha256(draft / HEAD_FOLDER / WEIGHTS_FILE),
             head_optimizer_sha256=""
             if head is None
@@ -273,6 +266,23 @@ def write_checkpoint(
     if _read_intact(folder, verified=frozenset(optimizer)) is None:
         raise DamagedCheckpointError(f"{folder} does not read back as it was written")
     return folder
+
+
+def _link(weights: WeightsFolder, draft: Path) -> None:
+    """Put published weights into a checkpoint: the adapter's folder, or the model's files."""
+    if weights.is_adapter:
+        link_adapter(weights.folder, draft / ADAPTER_FOLDER)
+    else:
+        link_model(weights.folder, draft)
+
+
+def _parts(sha256_of_file: Mapping[str, str]) -> tuple[OptimizerPart, ...]:
+    """The files that several ranks wrote; none if one rank wrote the whole state."""
+    return tuple(
+        OptimizerPart(file=file, sha256=sha256)
+        for file, sha256 in sorted(sha256_of_file.items())
+        if file != OPTIMIZER_FILE
+    )
 
 
 def checkpoints(root: Path, *, run: str) -> Iterator[Checkpoint | Path]:

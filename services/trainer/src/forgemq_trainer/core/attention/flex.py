@@ -126,15 +126,7 @@ def flex_attention_of(keys: BlockKeys, *, kernel: FlexKernel, device: torch.devi
     ) -> Tensor:
         # FlexAttention takes no output from elsewhere: a layer that runs again attends again.
         del kept
-        key_KTD, value_KTD = key_TKD.transpose(0, 1), value_TKD.transpose(0, 1)
-        if carry is None:
-            key_KSD, value_KSD = _in_blocks(key_KTD), _in_blocks(value_KTD)
-        else:
-            start = plan.start
-            key_KSD = write_into_carry(key_KTD, carry.key_KND, carry.key_grad_KND, start=start)
-            value_KSD = write_into_carry(
-                value_KTD, carry.value_KND, carry.value_grad_KND, start=start
-            )
+        key_KSD, value_KSD = _seen(key_TKD, value_TKD, carry, start=plan.start)
         query_HTD = _in_blocks(query_THD.transpose(0, 1))
         padded_HTD, lse_HT = kernel(
             query_HTD,
@@ -152,6 +144,19 @@ def flex_attention_of(keys: BlockKeys, *, kernel: FlexKernel, device: torch.devi
         return output_HTD.transpose(0, 1)
 
     return attend
+
+
+def _seen(
+    key_TKD: Tensor, value_TKD: Tensor, carry: Carry | None, *, start: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of all slots, in whole blocks: the run's own, and those of its carry."""
+    key_KTD, value_KTD = key_TKD.transpose(0, 1), value_TKD.transpose(0, 1)
+    if carry is None:
+        return _in_blocks(key_KTD), _in_blocks(value_KTD)
+    return (
+        write_into_carry(key_KTD, carry.key_KND, carry.key_grad_KND, start=start),
+        write_into_carry(value_KTD, carry.value_KND, carry.value_grad_KND, start=start),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
