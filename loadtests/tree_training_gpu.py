@@ -91,7 +91,9 @@ class Case:
 
 
 CASES = {
-    "32k": Case(tree=Shape(rollouts=8, turns=10, prompt=2048, act=120, observe=280)),
+    "32k": Case(
+        tree=Shape(rollouts=8, turns=10, prompt=2048, act=120, observe=280), blocks_share=0.3
+    ),
     "100k": Case(tree=Shape(rollouts=16, turns=20, prompt=6144, act=120, observe=180)),
     "100k, stripped": Case(
         tree=Shape(rollouts=8, turns=13, prompt=6144, act=200, observe=300, think=250)
@@ -101,13 +103,13 @@ CASES = {
 """Short tool use; long tool use; tool use with reasoning stripped from histories; software work."""
 
 UNSCALED_CASES = {
-    "8B, 200k": Case(tree=PLAN_200K, blocks_share=0.075),
+    "8B, 200k": Case(tree=PLAN_200K, blocks_share=0.095),
     "8B, 200k, offloaded": Case(tree=PLAN_200K, blocks_share=0.0435),
 }
 """All 36 layers: a budget that an H200 has room for, and the plan of docs/tree_training.md, whose
 keys go to the host."""
 
-GRADIENT_CASE = Case(tree=SHAPES["A"], blocks_share=0.5)
+GRADIENT_CASE = Case(tree=SHAPES["A"])
 
 
 def whole_bytes(forest: Forest, shape: ModelShape) -> int:
@@ -149,11 +151,20 @@ def measure(measurement: Measurement, name: str, case: Case, machine: Machine) -
         ("flop_ratio_reached", speedup / (alone.total / tree.total), "share"),
         ("speedup_vs_per_request", speedup, "x"),
         ("seconds_over_whole", times.blocks_s / times.tree_s, "x"),
-        ("flops_over_whole", forward_twice(tree).total / tree.total, "x"),
+        ("flops_over_whole", _planned_flops(tree, blocks, loaded).total / tree.total, "x"),
         *_block_rows(machine, blocks, tree, seconds=times.blocks_s, peak_bytes=held.blocks),
     ]
+    way = "recomputed" if blocks.recomputed_layers else "blocks"
     for metric, value, unit in rows:
-        measurement.row(f"{name}, blocks", metric, value, unit)
+        measurement.row(f"{name}, {way}", metric, value, unit)
+
+
+def _planned_flops(tree: Flops, plan: Microbatch, loaded: LoadedModel) -> Flops:
+    """FLOPs of the tree as planned: blocks run forward twice, recomputed layers their products."""
+    if len(plan.blocks) > 1:
+        return forward_twice(tree)
+    share = plan.recomputed_layers / loaded.policy.shape.layers
+    return replace(tree, weights=tree.weights * (1 + share * 2 / 6))
 
 
 def _model_for(
@@ -238,6 +249,7 @@ def _block_rows(
         ("tree_s", seconds, "s"),
         *_utilisation("", machine, tree, seconds=seconds),
         ("blocks", len(blocks.blocks), "blocks"),
+        ("recomputed_layers", blocks.recomputed_layers, "layers"),
         ("is_offloaded", float(blocks.is_offloaded), ""),
         ("predicted", blocks.predicted_bytes / GIBIBYTE, "GiB"),
         ("peak", peak_bytes / GIBIBYTE, "GiB"),
@@ -246,17 +258,24 @@ def _block_rows(
 
 
 def compare_gradients(measurement: Measurement, case: Case, machine: Machine) -> None:
-    """Measure how far the tree's gradients are from the requests', whole and in blocks."""
+    """Measure how far the tree's gradients are from the requests', in each way of training it."""
     samples = requests(case.tree)
     forest = read_tree(merged_tree(samples))
     loaded = made_model(machine, layers=SAME_GRADIENTS_LAYERS)
-    blocks = case.blocks(forest, loaded.policy.shape)
-    assert blocks is not None
-    ways = Ways(machine, loaded, samples, forest, blocks=blocks)
-    whole, cut = gradient_differences(ways, [ways.tree, ways.tree_in_blocks])
-    measurement.row(SAME_GRADIENTS, "blocks", len(blocks.blocks), "blocks")
-    measurement.row(SAME_GRADIENTS, "gradient_difference", whole, "share")
-    measurement.row(f"{SAME_GRADIENTS}, blocks", "gradient_difference", cut, "share")
+
+    count = forest.token_count
+    recomputed, cut = (
+        Ways(machine, loaded, samples, forest, blocks=plan)
+        for plan in (
+            Microbatch(groups=(0,), blocks=((0, count),), recomputed_layers=1),
+            Microbatch(groups=(0,), blocks=((0, count // 2), (count // 2, count))),
+        )
+    )
+    trains = [recomputed.tree, recomputed.tree_in_blocks, cut.tree_in_blocks]
+    for way, difference in zip(
+        ("", ", recomputed", ", blocks"), gradient_differences(recomputed, trains), strict=True
+    ):
+        measurement.row(f"{SAME_GRADIENTS}{way}", "gradient_difference", difference, "share")
 
 
 def compare_attention(

@@ -40,8 +40,8 @@ SAMPLED_MAX = 24
 SAMPLED_MIN = 6
 """Requests that are timed at least: a quadratic has three coefficients, and an error needs more."""
 
-SAMPLED_FLOPS_MAX = 6e15
-"""Operations of the timed requests of one group: 20 s at 300 TFLOP/s, and as long to warm up."""
+SAMPLED_FLOPS_MAX = 3e15
+"""Operations of the timed requests of one group: 6 s at 500 TFLOP/s, and as long to warm up."""
 
 
 class Ways:

@@ -32,7 +32,7 @@ TINY = Machine(
     peak_flops_per_s=1e11,
 )
 LARGE = replace(TINY, dtype=torch.bfloat16, model=QWEN3_8B)
-CASE = Case(tree=Shape(rollouts=4, turns=4, prompt=200, act=16, observe=24), blocks_share=0.95)
+CASE = Case(tree=Shape(rollouts=4, turns=4, prompt=200, act=16, observe=24), blocks_share=0.9)
 WIDE = replace(
     TINY,
     model=dict(TINY.model)

@@ -32,22 +32,34 @@ def test_ranks_wait_for_the_one_with_the_costliest_groups():
     assert step.flops == pytest.approx(_flops(*TREES))
 
 
-def test_blocks_add_a_forward_and_shared_groups_an_exchange():
-    alone = planned_group(TREES[0], shape=SHAPE, ranks=_ranks(1, tokens=900))
-    assert (alone.way, alone.blocks) == ("blocks", 2)
-    together = planned_step(TREES[:1], shape=SHAPE, ranks=_ranks(2, tokens=900))
-    assert (together.forwards, together.backwards) == (1, 1)
-    assert together.slowest_flops == pytest.approx(_flops(TREES[0]) / 2)
-    # Keys and values of 2 layers in float32: gathered in each forward, their gradients summed.
-    assert together.exchanged_bytes == 1000 * 2 * 2 * SHAPE.key_size * (4 + 4)
-    tight = planned_step(TREES[:1], shape=SHAPE, ranks=_ranks(2, tokens=500))
-    assert tight.forwards == 2 * tight.backwards > 2
-    assert tight.exchanged_bytes == 1000 * 2 * 2 * SHAPE.key_size * (2 * 4 + 4)
+def test_recomputed_layers_run_their_products_again():
+    group = planned_group(TREES[0], shape=SHAPE, ranks=_ranks(1, tokens=900))
+    assert (group.way, group.blocks, group.recomputed_layers) == ("whole", 1, 1)
+    step = planned_step(TREES[:1], shape=SHAPE, ranks=_ranks(1, tokens=900))
+    assert (step.forwards, step.backwards) == (1, 1)
     cost = flops_of_tree(SHAPE, TREES[0])
-    in_blocks = planned_step(TREES[:1], shape=SHAPE, ranks=_ranks(1, tokens=900))
-    assert (in_blocks.forwards, in_blocks.backwards) == (4, 2)
+    # One of two layers; its attention's output is kept, and the head runs once.
+    assert step.slowest_flops == pytest.approx(cost.total + cost.weights / 3 / 2)
+
+
+def test_blocks_add_a_forward():
+    alone = planned_group(TREES[0], shape=SHAPE, ranks=_ranks(1, tokens=500))
+    assert (alone.way, alone.blocks) == ("blocks", 3)
+    step = planned_step(TREES[:1], shape=SHAPE, ranks=_ranks(1, tokens=500))
+    assert (step.forwards, step.backwards) == (6, 3)
+    cost = flops_of_tree(SHAPE, TREES[0])
     again = cost.weights / 3 + cost.attention * 2 / 7 + cost.head / 4
-    assert in_blocks.slowest_flops == pytest.approx(cost.total + again)
+    assert step.slowest_flops == pytest.approx(cost.total + again)
+
+
+def test_shared_groups_exchange_keys_in_each_forward_and_sum_their_gradients():
+    step = planned_step(TREES[:1], shape=SHAPE, ranks=_ranks(2, tokens=500))
+    assert (step.forwards, step.backwards) == (4, 2)
+    # Keys and values of 2 layers in float32.
+    assert step.exchanged_bytes == 1000 * 2 * 2 * SHAPE.key_size * (2 * 4 + 4)
+    cost = flops_of_tree(SHAPE, TREES[0])
+    again = cost.weights / 3 + cost.attention * 2 / 7 + cost.head / 4
+    assert step.slowest_flops == pytest.approx((cost.total + again) / 2)
 
 
 def test_a_group_without_a_plan_says_why():
