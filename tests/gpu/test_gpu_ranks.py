@@ -73,7 +73,9 @@ def _budget_bytes(shape: ModelShape, forests: list[Forest], *, is_shared: bool) 
 
 def _of_rank(ranks: Ranks, kind: str, dtype: str, is_shared: bool) -> dict[str, Tensor]:
     forests = _forests(has_experts=kind == "qwen3_moe")
-    model = make_model(kind, torch.float32, head_dim=HEAD_SIZE, hidden_size=HIDDEN)
+    model = make_model(
+        kind, torch.float32, head_dim=HEAD_SIZE, hidden_size=HIDDEN, initializer_range=0.03
+    )
     policy = shard(prepare(model, device=ranks.device), ranks=ranks, dtype=DTYPES[dtype]).policy
     rounds = plan_rounds(
         forests,
@@ -94,7 +96,9 @@ def _of_rank(ranks: Ranks, kind: str, dtype: str, is_shared: bool) -> dict[str, 
 
 def _of_one_cpu(kind: str) -> dict[str, Tensor]:
     forests = _forests(has_experts=kind == "qwen3_moe")
-    model = make_model(kind, torch.float32, head_dim=HEAD_SIZE, hidden_size=HIDDEN)
+    model = make_model(
+        kind, torch.float32, head_dim=HEAD_SIZE, hidden_size=HIDDEN, initializer_range=0.03
+    )
     policy = prepare(model).policy
     microbatches = plan_step(forests, shape=policy.shape, budget_bytes=10**9, head_chunk=CHUNK)
     forward_backward(policy, _objective(forests), microbatches, head_chunk=CHUNK)

@@ -6,12 +6,11 @@ import pytest
 import torch
 from measurement import Measurement
 from scaled_model import PEAK_FLOPS_PER_S, Machine, trained_bytes
+from tree_gpu_cases import CASES, UNSCALED_CASES
 from tree_timing import forward_twice
 from tree_training import reached_from_a_to_f
 from tree_training_gpu import (
-    CASES,
     SAME_GRADIENTS,
-    UNSCALED_CASES,
     above_limits,
     both_ways,
     compare_attention,

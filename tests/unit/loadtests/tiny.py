@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from scaled_model import QWEN3_8B, Machine, made_model
 from transformers import AutoConfig
-from tree_training_gpu import Case
+from tree_gpu_cases import Case
 from tree_ways import Ways
 from tree_workloads import Shape, merged_tree, requests
 

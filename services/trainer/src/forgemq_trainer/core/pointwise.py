@@ -47,9 +47,11 @@ def compiled_on_gpu(*, rows: int) -> Callable[[Callable[..., Any]], Callable[...
             first = arguments[0]
             if not first.is_cuda or len(first) < ROWS_MIN:
                 return function(*arguments)
-            for tensor in arguments[:rows]:
+            # Without autograd's state, for which the compiler would make kernels of their own.
+            plain = [each.detach() if isinstance(each, Tensor) else each for each in arguments]
+            for tensor in plain[:rows]:
                 torch._dynamo.mark_dynamic(tensor, 0)
-            return compiled(*arguments)
+            return compiled(*plain)
 
         return call
 
