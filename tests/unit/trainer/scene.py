@@ -300,9 +300,9 @@ def make_model(kind: str, dtype: torch.dtype, **changes: object) -> torch.nn.Mod
     }
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **(sizes | OF_FAMILY.get(kind, {}) | changes))
-    model = AutoModelForCausalLM.from_config(config).to(dtype)
-    _stir(model)
-    return model
+    model = AutoModelForCausalLM.from_config(config)
+    _stir(model)  # In float32, so that every wider model has the values of a saved one.
+    return model.to(dtype)
 
 
 @torch.no_grad()

@@ -165,7 +165,7 @@ def test_frozen_weights_cost_no_gradient_in_the_formula() -> None:
         (ALL, 1.0, {}),
         (ATTENTION_TARGETS, 0.5, {}),
         slow(("q_proj", "v_proj"), 1.0, {"intermediate_size": 512}),
-        slow(("k_proj", *MLP_TARGETS), 0.3, {"vocab_size": 4096}),
+        slow(("k_proj", *MLP_TARGETS), 0.4, {"vocab_size": 4096}),
     ],
 )
 def test_the_measured_peak_is_within_a_twentieth_of_the_predicted(

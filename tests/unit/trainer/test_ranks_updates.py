@@ -90,7 +90,7 @@ class RankModel:
 def _taken(model: TrainedModel, configuration: RunConfiguration) -> TakenUpdates:
     """Take one step over five groups: a minibatch has an odd number, so a rank has less to do."""
     generator = np.random.default_rng(5)
-    samples = [agent_samples(generator, rollouts=3 + n % 2, turns=3) for n in range(5)]
+    samples = [agent_samples(generator, rollouts=5 + n % 2, turns=4) for n in range(5)]
     trees = [merge(each, f"g-{n}") for n, each in enumerate(samples)]
     updates = StepUpdates(
         model,

@@ -33,6 +33,7 @@ def model_shape(config: object, *, dtype: torch.dtype) -> ModelShape:
         hidden=size("hidden_size"),
         query_size=size("num_attention_heads") * head_size,
         key_size=key_heads_of(config) * head_size,
+        query_heads=size("num_attention_heads"),
         mlp_size=experts * expert_size if experts else size("intermediate_size"),
         vocabulary=size("vocab_size"),
         value_bytes=dtype.itemsize,
