@@ -26,6 +26,9 @@ HEAD = Speculation(head="", learning_rate=1e-2, top_k=8)
 def _configuration(folder: Path, *, is_guessing: bool = True) -> RunConfiguration:
     base = folder / "base"
     configuration = configuration_of(base if base.exists() else save_base(base), checkpoints_kept=9)
+    # Slow enough that the head can follow the policy.
+    optimizer = msgspec.structs.replace(configuration.optimizer, lr=1e-3)
+    configuration = msgspec.structs.replace(configuration, optimizer=optimizer)
     if not is_guessing:
         return configuration
     head = folder / "head"
