@@ -212,13 +212,19 @@ class World:
         await self.admit(group_id, version=version)
         return group_id
 
+    async def requested(self, group_id: str) -> RequestedGroup:
+        """The request of a group; on a broker readers may see it a moment after its answer."""
+        count = 1
+        while True:
+            records = await self.eventually(topics.REQUESTED_GROUPS, count)
+            for record in records:
+                if record.group_id == group_id:
+                    assert isinstance(record, RequestedGroup)
+                    return record
+            count = len(records) + 1
+
     async def admit(self, group_id: str, *, version: int = 0) -> None:
-        requested = next(
-            record
-            for record in await self.records(topics.REQUESTED_GROUPS)
-            if record.group_id == group_id
-        )
-        assert isinstance(requested, RequestedGroup)
+        requested = await self.requested(group_id)
         await self.write(
             topics.ADMITTED_GROUPS,
             0,
