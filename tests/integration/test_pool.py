@@ -130,10 +130,10 @@ async def asked_around_an_update(
         for scene in (first, second):
             await scene.publish(new, version=1)
             await scene.loaded(count=2)
-        anew = await asked(first, 2, context)
+        again = await asked(first, 2, context)
         await pooled.until_written(pages_min=2 * PAGES)
-        anew_found = await asked(second, 2, context)
-    return cold, found, anew, anew_found
+        found_again = await asked(second, 2, context)
+    return cold, found, again, found_again
 
 
 async def test_an_engine_finds_what_another_computed_until_both_have_new_weights(

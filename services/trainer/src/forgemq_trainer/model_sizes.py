@@ -39,7 +39,7 @@ def model_shape(config: object, *, dtype: torch.dtype) -> ModelShape:
         value_bytes=dtype.itemsize,
         wide_bytes=wide.itemsize,
         is_head_normed=kind in HEAD_NORMS or bool(getattr(config, "use_qk_norm", False)),
-        experts=_expert_count(config) if experts else 0,
+        experts=expert_count(config) if experts else 0,
         experts_per_token=experts,
         is_head_tied=bool(getattr(config, "tie_word_embeddings", False)),
         parts=LayerParts(
@@ -106,7 +106,8 @@ def _sizes_of(config: object) -> Callable[..., int]:
     return size
 
 
-def _expert_count(config: object) -> int:
+def expert_count(config: object) -> int:
+    """Experts of a layer, by the name that the family gives their number; 0 in a dense model."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if count := getattr(config, name, None):
             return int(count)

@@ -35,7 +35,7 @@ from forgemq_trainer.core.planned_step import Ranks, planned_group, planned_step
 from forgemq_trainer.core.tree import Forest, InvalidTreeError, read_tree
 from forgemq_trainer.families import check_head_size, check_supported
 from forgemq_trainer.model import DTYPES
-from forgemq_trainer.model_sizes import head_size_of, key_heads_of, model_shape
+from forgemq_trainer.model_sizes import expert_count, head_size_of, key_heads_of, model_shape
 from forgemq_trainer.start_checks import check_reference
 
 _PARTS = {
@@ -99,16 +99,10 @@ def sizes_of(config: Any) -> PlannedModel:  # noqa: ANN401
         query_heads=query_heads,
         key_heads=key_heads_of(config),
         head_size=head_size_of(config),
-        experts_count=_experts_of(config) if chosen else 0,
+        experts_count=expert_count(config) if chosen else 0,
         experts_per_token=chosen,
         **counts,
     )
-
-
-def _experts_of(config: Any) -> int:  # noqa: ANN401
-    """Experts of a layer, by the name that the model's family gives their number."""
-    names = ("num_experts", "n_routed_experts", "num_local_experts")
-    return max(int(getattr(config, name, None) or 0) for name in names)
 
 
 def _part_of(name: str) -> str:

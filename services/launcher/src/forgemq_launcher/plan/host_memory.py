@@ -109,6 +109,6 @@ def published_bytes(configuration: RunConfiguration, model: PlannedModel) -> int
     """Bytes of one version of the weights as engines load them."""
     value_bytes = VALUE_BYTES[configuration.model.dtype]
     if configuration.model.engine_quantization == "none":
-        return model.parameters * value_bytes
+        return weights_bytes(model, configuration.model.dtype)
     projections = model.attention + model.mlp + model.experts
     return int(projections * FP8_BLOCK_BYTES + (model.parameters - projections) * value_bytes)

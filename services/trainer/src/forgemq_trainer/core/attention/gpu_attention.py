@@ -5,7 +5,7 @@ Layers with a window always take the mask.
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,8 +13,6 @@ from torch import Tensor
 from forgemq_trainer.core.attention.attention import (
     AttentionBackend,
     BlockKeys,
-    Carry,
-    KeptOutput,
     RunAttention,
 )
 from forgemq_trainer.core.attention.cpu_attention import CpuAttention
@@ -86,30 +84,10 @@ class GpuAttention:
             return masked()
         by_pieces = varlen_attention_of(keys, kernel=self.varlen, device=device)
 
-        def attend(
-            query_THD: Tensor,
-            key_TKD: Tensor,
-            value_TKD: Tensor,
-            /,
-            *,
-            scale: float,
-            carry: Carry | None,
-            kept: KeptOutput | None = None,
-            window: int | None = None,
-            sinks_H: Tensor | None = None,
-        ) -> Tensor:
+        def attend(*tensors: Tensor, window: int | None = None, **others: Any) -> Tensor:  # noqa: ANN401  # of `RunAttention`
             # The pieces' kernel has no bands; a layer with a window takes the mask.
             chosen = by_pieces if window is None else masked()
-            return chosen(
-                query_THD,
-                key_TKD,
-                value_TKD,
-                scale=scale,
-                carry=carry,
-                kept=kept,
-                window=window,
-                sinks_H=sinks_H,
-            )
+            return chosen(*tensors, window=window, **others)
 
         return attend
 
