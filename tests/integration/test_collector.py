@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import time
 import urllib.parse
 import urllib.request
@@ -20,6 +19,7 @@ from forgemq_telemetry.settings import TelemetrySettings
 from tests.dashboards import HOW_TO_GET_PROMETHEUS, OBSERVABILITY
 from tests.integration.collector_program import HOW_TO_GET, PROGRAM, running_collector
 from tests.integration.otlp_receiver import OtlpReceiver, otlp_receiver
+from tests.integration.prometheus_program import running_prometheus
 from tests.integration.scored_run import Run, scored_run
 from tests.ports import free_port
 from tests.scraped import measure_all, scraped
@@ -74,24 +74,8 @@ def prometheus(folder: Path, pipeline: Pipeline) -> Iterator[str]:
     target = urllib.parse.urlparse(pipeline.metrics_url).netloc
     job = {"job_name": "collector", "honor_labels": True, "static_configs": [{"targets": [target]}]}
     configuration = {"global": {"scrape_interval": "1s"}, "scrape_configs": [job]}
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(configuration), encoding="utf-8")
-    port = free_port()
-    with (folder / "prometheus.log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                "prometheus",
-                f"--config.file={folder / 'prometheus.yml'}",
-                f"--storage.tsdb.path={folder / 'tsdb'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(30)
+    with running_prometheus(folder, configuration) as url:
+        yield url
 
 
 def until_found(url: str, query: str, *, within_s: float = 60.0) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import time
 import urllib.parse
 import urllib.request
@@ -20,7 +19,7 @@ from forgemq_telemetry.exporters import exporter_of
 from forgemq_telemetry.settings import TelemetrySettings
 from forgemq_telemetry.telemetry import Telemetry
 from tests.dashboards import HOW_TO_GET_PROMETHEUS, ROOT
-from tests.ports import free_port
+from tests.integration.prometheus_program import running_prometheus
 from tests.unit.gateway.test_abandoned import scene_of
 from tests.unit.gateway.test_held_and_leased import INDICES
 from tests.unit.gateway.test_measured_groups import GROUPS, admit
@@ -49,24 +48,8 @@ def prometheus(folder: Path, *endpoints: str) -> Iterator[str]:
         "global": {"scrape_interval": "1s"},
         "scrape_configs": [{"job_name": "gateway", "static_configs": pods}],
     }
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(configuration), encoding="utf-8")
-    port = free_port()
-    with (folder / "prometheus.log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                "prometheus",
-                f"--config.file={folder / 'prometheus.yml'}",
-                f"--storage.tsdb.path={folder / 'tsdb'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(30)
+    with running_prometheus(folder, configuration) as url:
+        yield url
 
 
 def asked(url: str, query: str) -> list[dict[str, Any]]:
