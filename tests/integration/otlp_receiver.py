@@ -52,15 +52,18 @@ class OtlpReceiver:
     def __init__(self) -> None:
         self.url = ""
         self.metrics: set[tuple[str, str]] = set()
-        self._spans: list[ReceivedSpan] = []
+        self._spans: dict[SpanId, ReceivedSpan] = {}
         self._counted: dict[Counter, dict[int, float]] = {}
         self._lock = threading.Lock()
 
     @property
     def spans(self) -> Sequence[ReceivedSpan]:
-        """All spans received so far."""
+        """All spans received so far, each once.
+
+        An exporter whose request was answered too late sends it again.
+        """
         with self._lock:
-            return tuple(self._spans)
+            return tuple(self._spans.values())
 
     def counted(self, metric: str) -> Mapping[frozenset[tuple[str, str | int]], float]:
         """Values of a counter by its attributes, summed over the processes that had it."""
@@ -83,20 +86,19 @@ class OtlpReceiver:
         for sent in request.resource_spans:
             resource = _attributes(sent.resource.attributes)
             for span in (span for scope in sent.scope_spans for span in scope.spans):
-                self._spans.append(
-                    ReceivedSpan(
-                        service=str(resource["service.name"]),
-                        run=str(resource["run"]),
-                        name=span.name,
-                        id=SpanId(span.trace_id.hex(), span.span_id.hex()),
-                        parent=span.parent_span_id.hex(),
-                        links=frozenset(
-                            SpanId(link.trace_id.hex(), link.span_id.hex()) for link in span.links
-                        ),
-                        attributes=_attributes(span.attributes),
-                        began_ns=span.start_time_unix_nano,
-                        ended_ns=span.end_time_unix_nano,
-                    )
+                received = SpanId(span.trace_id.hex(), span.span_id.hex())
+                self._spans[received] = ReceivedSpan(
+                    service=str(resource["service.name"]),
+                    run=str(resource["run"]),
+                    name=span.name,
+                    id=received,
+                    parent=span.parent_span_id.hex(),
+                    links=frozenset(
+                        SpanId(link.trace_id.hex(), link.span_id.hex()) for link in span.links
+                    ),
+                    attributes=_attributes(span.attributes),
+                    began_ns=span.start_time_unix_nano,
+                    ended_ns=span.end_time_unix_nano,
                 )
 
     def _take_metrics(self, request: ExportMetricsServiceRequest) -> None:
