@@ -9,9 +9,10 @@ GROUPS := build lint demo test
 FAST := not integration and not slow and not long and not gpu and not clients and not cluster
 SLOW := slow and not long and not integration and not gpu and not clients
 ALL_ELSE := (integration or gpu) and not clients and not long
-# Tests of one process each run beside each other; a third uses the time in which two others wait for
-# a clock or a socket. Those with a broker or an engine have the machine to themselves.
-BESIDE := -n 3 --dist worksteal
+# Tests of one process each run beside each other, one more of them than cores: it uses the time in
+# which others wait for a clock or a socket. Those with a broker or an engine have the machine to
+# themselves.
+BESIDE := -n $(shell expr 1 + `getconf _NPROCESSORS_ONLN`) --maxprocesses 9 --dist worksteal
 # No test in these folders is run beside others, and loading them takes seconds.
 ALONE := --ignore=tests/gpu --ignore=tests/integration --ignore=tests/clients --ignore=tests/containers \
 	--ignore=tests/cluster
