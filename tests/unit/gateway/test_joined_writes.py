@@ -11,6 +11,10 @@ class Wire(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[bytes | str] = []
+        self.is_lost = False
+
+    def is_closing(self) -> bool:
+        return self.is_lost
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.calls.append(bytes(data))
@@ -55,3 +59,12 @@ async def test_a_close_sends_what_is_written_and_an_abort_does_not() -> None:
     transport.abort()
     await asyncio.sleep(0)
     assert calls == [b"last", "close", "abort"]
+
+
+async def test_what_is_written_before_a_connection_is_lost_is_not_written_after_it() -> None:
+    wire = Wire()
+    transport = JoinedWrites(wire, loop=asyncio.get_running_loop())
+    transport.write(b"late")
+    wire.is_lost = True
+    await asyncio.sleep(0)
+    assert wire.calls == []

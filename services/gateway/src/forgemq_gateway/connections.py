@@ -12,7 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from forgemq_gateway.core.held_bytes import HeldBytes, HeldPart
 from forgemq_gateway.joined_writes import JoinedWrites
@@ -90,6 +91,7 @@ class DeadlineConnection(HttpToolsProtocol):
         self._header_bytes = 0
         self._headers_read = _NO_BODY
         self._has_request = False
+        self._answered: RequestResponseCycle | None = None
         self._held = HeldPart(self.half_sent)
         # One for all requests of a connection, in place of a task that waits beside each.
         self._left: asyncio.Future[None] = self.loop.create_future()
@@ -103,10 +105,22 @@ class DeadlineConnection(HttpToolsProtocol):
         """Forget the deadlines, and tell who answers that the client has left."""
         if not self._left.done():
             self._left.set_result(None)
+        self._leave_answered()
         self._complete()
         self._end_write()
         self._held.release()
         super().connection_lost(exc)
+
+    def _leave_answered(self) -> None:
+        """Tell the request that is being answered: uvicorn tells the one that came last alone."""
+        answered = self._answered
+        if answered is not None and not answered.response_complete:
+            answered.disconnected = True
+            answered.message_event.set()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def pause_writing(self) -> None:
         """Begin to wait for the client to read what is written."""

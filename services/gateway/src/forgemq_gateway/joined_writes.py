@@ -32,7 +32,8 @@ class JoinedWrites(asyncio.Transport):
 
     def _flush(self) -> None:
         parts, self._parts, self._size = self._parts, [], 0
-        if parts:
+        # A connection that was reset meanwhile takes no more, and uvloop's says so by an error.
+        if parts and not self._transport.is_closing():
             self._transport.write(b"".join(parts))
 
     def close(self) -> None:

@@ -16,7 +16,9 @@ from forgemq_gateway.passing import Passing
 from forgemq_gateway.standstill import Standstill
 from forgemq_gateway.turn_route import TurnRoute
 from forgemq_gateway.wire import (
+    Answering,
     Application,
+    ClientGoneError,
     Receive,
     Scope,
     Send,
@@ -116,14 +118,29 @@ class Router:
             await send_json(send, None)
             return
         key, path = self._key_and_path(scope, path)
-        if not await self._is_ready():
-            error = busy("the gateway rebuilds its state, or waits for its log", status=503)
-            await send_refusal(send, error, shape=self._shape_of(scope, path))
-            return
+        answer = Answering(send)
         try:
-            await self._passing.serve(scope, receive, send, self._serve, (key, path))
+            await self._answer(scope, receive, answer.send, (key, path))
         except RefusedError as error:
-            await send_refusal(send, error, shape=self._shape_of(scope, path))
+            await answer.refuse(error, shape=self._shape_of(scope, path))
+        except (ClientGoneError, asyncio.CancelledError):
+            # Its client has left, or a server that stops waits no longer for the answer. The
+            # cancellation ends here, since the server that asked for it would answer with 500.
+            pass
+        await answer.refuse(_ending(), shape=self._shape_of(scope, path))
+
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, asked: tuple[str | None, str]
+    ) -> None:
+        """Answer a request of this key and path, here or at the owner of its group.
+
+        Raises:
+            RefusedError: as the routes say; 503, the state is not that of the log.
+            ClientGoneError: the client left before its request was complete.
+        """
+        if not await self._is_ready():
+            raise busy("the gateway rebuilds its state, or waits for its log", status=503)
+        await self._passing.serve(scope, receive, send, self._serve, asked)
 
     async def _serve(
         self, scope: Scope, receive: Receive, send: Send, asked: tuple[str | None, str]
@@ -201,6 +218,11 @@ class Router:
             return
         models = [_model(each, created_s=created_s) for each in self._models_listed]
         await send_json(send, _models_of(models))
+
+
+def _ending() -> RefusedError:
+    """503 for who has no answer at the end of its request; one that left does not read it."""
+    return busy("this gateway ends: ask again", status=503)
 
 
 async def _refuse_to_count(_scope: Scope, _receive: Receive, _send: Send, _: LiveCaller) -> None:

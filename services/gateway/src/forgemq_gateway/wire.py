@@ -138,3 +138,21 @@ async def send_refusal(
     """Send the refusal with its status and when to come back, in a protocol's shape."""
     retry = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
     await send_json(send, shape(error), status=error.status, headers=retry)
+
+
+class Answering:
+    """The answer to one request, and whether any of it is sent."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._has_begun = False
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Send a part of it."""
+        self._has_begun = True
+        await self._send(message)
+
+    async def refuse(self, error: RefusedError, *, shape: Callable[[RefusedError], object]) -> None:
+        """Send a refusal in its place, unless some of it is sent."""
+        if not self._has_begun:
+            await send_refusal(self.send, error, shape=shape)
