@@ -8,13 +8,13 @@ from typing import Any
 import openai
 import pytest
 
-from forgemq_bus.errors import LogUnavailableError
+from forgemq_bus.errors import AccessError, LogUnavailableError
 from forgemq_bus.log import Emit
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from tests.unit.gateway.hindered_log import Hinder, HinderedLog
 from tests.unit.gateway.scripted_lane import Asked, wall_ms
-from tests.unit.gateway.world import SETTINGS, configuration_of, running
+from tests.unit.gateway.world import ADMIN_KEY, SETTINGS, configuration_of, running
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
@@ -139,3 +139,25 @@ async def test_a_group_that_the_log_does_not_take_is_503(model: Path) -> None:
     async with running(hindered(fail), configuration_of(model), lambda _: "yes") as (world, _):
         refused = await world.admin("POST", "/v1/groups", body)
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+
+
+@pytest.mark.parametrize("topic", [topics.OPENED_EPISODES, topics.DELIVERED_COMPLETIONS])
+async def test_a_broker_that_trusts_the_gateway_no_more_makes_its_requests_503(
+    model: Path, topic: topics.Topic
+) -> None:
+    refused = set[str]()
+
+    async def refuse(emit: Emit) -> None:
+        if emit.topic in refused:
+            raise AccessError("the password is wrong")
+
+    async with running(hindered(refuse), configuration_of(model), lambda _: "yes") as (world, _):
+        claim = await world.episode()
+        refused.add(topic.name)
+        chat: Any = {"model": "m", "messages": HELLO}
+        path, body, key = {
+            topics.OPENED_EPISODES: (f"/v1/groups/{claim['group_id']}/claim", {}, ADMIN_KEY),
+            topics.DELIVERED_COMPLETIONS: ("/v1/chat/completions", chat, claim["key"]),
+        }[topic]
+        answer = await world.admin("POST", path, body, key=key)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")

@@ -7,8 +7,9 @@ from functools import partial
 from typing import TypeAlias
 from urllib.parse import unquote
 
+from forgemq_bus.errors import FINAL_ERRORS
 from forgemq_gateway.access import Access, no_episode_key
-from forgemq_gateway.core.errors import RefusedError, busy, unknown
+from forgemq_gateway.core.errors import RefusedError, busy, ending, unknown
 from forgemq_gateway.core.live import LiveCaller
 from forgemq_gateway.gate import Gate
 from forgemq_gateway.live_traffic import LiveTraffic
@@ -123,11 +124,14 @@ class Router:
             await self._answer(scope, receive, answer.send, (key, path))
         except RefusedError as error:
             await answer.refuse(error, shape=self._shape_of(scope, path))
+        except FINAL_ERRORS:
+            await answer.refuse(ending(), shape=self._shape_of(scope, path))
+            raise
         except (ClientGoneError, asyncio.CancelledError):
             # Its client has left, or a server that stops waits no longer for the answer. The
             # cancellation ends here, since the server that asked for it would answer with 500.
             pass
-        await answer.refuse(_ending(), shape=self._shape_of(scope, path))
+        await answer.refuse(ending(), shape=self._shape_of(scope, path))
 
     async def _answer(
         self, scope: Scope, receive: Receive, send: Send, asked: tuple[str | None, str]
@@ -218,11 +222,6 @@ class Router:
             return
         models = [_model(each, created_s=created_s) for each in self._models_listed]
         await send_json(send, _models_of(models))
-
-
-def _ending() -> RefusedError:
-    """503 for who has no answer at the end of its request; one that left does not read it."""
-    return busy("this gateway ends: ask again", status=503)
 
 
 async def _refuse_to_count(_scope: Scope, _receive: Receive, _send: Send, _: LiveCaller) -> None:

@@ -2,14 +2,14 @@
 
 import asyncio
 
-from forgemq_gateway.core.errors import busy
+from forgemq_gateway.core.errors import ending
 
 
 class WaitingClients:
     """Futures that are done when a client's connection is closed (`connections.LEFT`).
 
     A gateway that ends by an error answers nobody, because nothing wakes its requests any more.
-    Their clients see a closed connection, and ask the gateway that takes over.
+    Their clients get a 503, or the end of a stream, and ask the gateway that takes over.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class WaitingClients:
             RefusedError: 503, the gateway has ended.
         """
         if self._has_ended:
-            raise busy("this gateway has ended: ask again", status=503)
+            raise ending()
 
     def add(self, leaving: "asyncio.Future[None]") -> None:
         """Count a client that begins to wait."""

@@ -152,6 +152,11 @@ def log_refuses() -> RefusedError:
     return busy("the log takes no record at the moment", status=503, retry_after_s=5)
 
 
+def ending() -> RefusedError:
+    """503: this gateway answers no more; another one does, or the next process at its address."""
+    return busy("this gateway ends: ask again", status=503)
+
+
 def unknown(message: str) -> RefusedError:
     """404: it does not exist."""
     return RefusedError(message, status=404, kind="not_found_error")
