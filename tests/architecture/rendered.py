@@ -19,6 +19,7 @@ FIELDS = {
     "metadata.labels['apps.kubernetes.io/pod-index']": "0",
     "metadata.labels['controller-revision-hash']": "trainer-5f7d9c",
     "metadata.name": "trainer-0",
+    "metadata.namespace": "forgemq",
     "status.podIP": "10.0.0.7",
 }
 KEY = "0123456789abcdef0123456789abcdef"
