@@ -1,6 +1,5 @@
 """What tests of whole runs with several engines share: the engines, and what a run left."""
 
-import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,14 +8,11 @@ from typing import Any
 
 import msgspec
 
-from forgemq_bus.blobs import BlobStore
-from forgemq_bus.kafka import KafkaConnection, KafkaLog
-from forgemq_bus.log import Record
 from forgemq_contracts import topics
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.weights import LoadedWeights, PublishedWeights
 from tests.integration.launched_run import DIALOGUE, LaunchedRun
-from tests.integration.run_log import accounts, records_of
+from tests.integration.run_log import accounts, records_in
 
 RUN_S_MAX = 900.0
 
@@ -106,17 +102,8 @@ class FleetRun:
 
     def records(self, topic: topics.Topic) -> list[Any]:
         """Every record of a topic, decoded, one partition after another."""
-        count = topics.partition_count(topic, self.configuration)
-
-        async def read() -> list[Record]:
-            blobs = BlobStore(self._blobs, run=self.run_id)
-            log = KafkaLog(KafkaConnection(bootstrap=self.bootstrap), run=self.run_id, blobs=blobs)
-            try:
-                return await records_of(log, topic.name, partitions=count)
-            finally:
-                await log.close()
-
-        return [topics.decode(topic, record.value) for record in asyncio.run(read())]
+        layout, where = self.configuration, self._blobs
+        return list(records_in(self.bootstrap, topic, run=self.run_id, blobs=where, layout=layout))
 
     def events(self, service: str, name: str) -> list[dict[str, Any]]:
         """Every event of this name in a service's log, over all its lives."""

@@ -147,16 +147,30 @@ def accounts(
 
 
 def records_in(
-    bootstrap: str, topic: topics.Topic, *, run: str, blobs: str
+    bootstrap: str,
+    topic: topics.Topic,
+    *,
+    run: str,
+    blobs: str,
+    layout: RunConfiguration | None = None,
 ) -> list[msgspec.Struct]:
-    """Every record of a topic of a run with GROUP_PARTITIONS, decoded."""
+    """Every record of a topic of a run, decoded, one partition after another.
+
+    Args:
+        bootstrap: Address of the broker.
+        topic: Which one.
+        run: Id of the run.
+        blobs: Address of the run's blob store.
+        layout: As in `accounts`.
+    """
+    made = layout or small_run(group_partitions=GROUP_PARTITIONS)
 
     async def read() -> list[Record]:
         log = KafkaLog(
             KafkaConnection(bootstrap=bootstrap), run=run, blobs=BlobStore(blobs, run=run)
         )
         try:
-            count = topics.partition_count(topic, small_run(group_partitions=GROUP_PARTITIONS))
+            count = topics.partition_count(topic, made)
             return await records_of(log, topic.name, partitions=count)
         finally:
             await log.close()

@@ -6,7 +6,9 @@ where an engine stands in that samples noise.
 
 import asyncio
 import hashlib
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from forgemq_agents import Episode
@@ -24,6 +26,22 @@ def task(seed: int, domain: str, k: int, difficulty: float = 0) -> dict[str, Any
 
 async def play(episode: Episode) -> None:
     """Three turns; a pause between them stands for a tool."""
+    await _talk(episode, tool_s=TOOL_S)
+    episode.result = {"turns": TURNS}
+
+
+async def play_at_pace(episode: Episode) -> None:
+    """As `play`, with pauses as the file PACE_FILE has them now; the result says who played."""
+    await _talk(episode, tool_s=pace_s())
+    episode.result = {"turns": TURNS, "process": os.getpid()}
+
+
+def pace_s() -> float:
+    """The pauses that the test wants now."""
+    return float(Path(os.environ["PACE_FILE"]).read_text(encoding="utf-8"))
+
+
+async def _talk(episode: Episode, *, tool_s: float) -> None:
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": f"Talk about {episode.task['number']}."},
         # An engine that samples by the context alone would give siblings the same words.
@@ -32,9 +50,8 @@ async def play(episode: Episode) -> None:
     for turn in range(TURNS):
         completion = await episode.chat(messages)
         messages += [completion.message, {"role": "user", "content": f"Go on, {turn}."}]
-        await asyncio.sleep(TOOL_S)
-        episode.tool_s += TOOL_S
-    episode.result = {"turns": TURNS}
+        await asyncio.sleep(tool_s)
+        episode.tool_s += tool_s
 
 
 async def play_instructed(episode: Episode) -> None:
