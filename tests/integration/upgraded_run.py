@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,10 @@ STEP_S_MAX = 400.0
 STUCK_S = 60.0
 """Without a step for this long one more group may begin: one of those before may have failed."""
 
-REPLICAS: Mapping[str, Sequence[str]] = {"gateway": ("gateway-0", "gateway-1")}
+REPLICAS: Mapping[str, Sequence[str]] = {
+    "gateway": ("gateway-0", "gateway-1"),
+    "merger": ("merger-0", "merger-1"),
+}
 """Names of a service's processes, if there are several."""
 
 READY: Mapping[str, str] = {
@@ -71,6 +74,7 @@ class UpgradedRun:
     def __init__(self, run_id: str, folder: Path, *, kafka: str, engine_url: str) -> None:
         """Start nothing yet."""
         self.run_id = run_id
+        self.bootstrap = kafka
         self.folder = folder
         self.blobs = folder / "blobs"
         self.lives: list[Life] = []
@@ -140,12 +144,18 @@ class UpgradedRun:
 
     def replace(
         self, service: str, release: Release, *, by: signal.Signals = signal.SIGTERM
-    ) -> None:
-        """Stop each process of a service and start it from a release; one after another."""
-        for name in REPLICAS.get(service, (service,)):
+    ) -> Iterator[None]:
+        """Stop each process of a service and start it from a release; one after another.
+
+        Yields while the service has processes of two releases.
+        """
+        names = REPLICAS.get(service, (service,))
+        for name in names:
             self.stop(name, by=by)
             self._start(service, name, release)
             self._wait_ready(service, name)
+            if name != names[-1]:
+                yield
 
     def stop(self, name: str, *, by: signal.Signals = signal.SIGTERM) -> int:
         """End a process; returns its exit status."""
@@ -154,7 +164,7 @@ class UpgradedRun:
             process.send_signal(by)
         status = process.wait(STOP_S_MAX)
         life = next(life for life in reversed(self.lives) if life.name == name)
-        life.ended_ms, life.status = _now_ms(), status
+        life.ended_ms, life.status = now_ms(), status
         return status
 
     def names(self) -> list[str]:
@@ -242,7 +252,7 @@ class UpgradedRun:
                 stderr=subprocess.STDOUT,
                 pass_fds=[self._listener.fileno()],
             )
-        self.lives.append(Life(name=name, release=release.name, began_ms=_now_ms()))
+        self.lives.append(Life(name=name, release=release.name, began_ms=now_ms()))
 
     def _wait_ready(self, service: str, name: str) -> None:
         if service not in READY:
@@ -269,5 +279,6 @@ class UpgradedRun:
         draft.replace(self._gate)
 
 
-def _now_ms() -> int:
+def now_ms() -> int:
+    """Unix time."""
     return int(time.time() * 1000)
