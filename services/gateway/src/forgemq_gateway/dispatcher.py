@@ -39,6 +39,8 @@ class Dispatcher:
         self.live = LiveTurns()
         self._outbox = context.outbox
         self._gateways = context.gateways
+        self._standstill = context.standstill
+        self._owners_hold_s = context.settings.restore_hold_s
         self._registry = context.registry
         self._changed = context.changed
         self._tasks = context.tasks
@@ -187,6 +189,12 @@ class Dispatcher:
 
     async def _send(self, record: RequestedCompletion, headers: Headers) -> None:
         """Write an attempt; if that fails, its clients are refused and nobody else."""
+        try:
+            if not await self._is_still_served(record.group_id):
+                return
+        except TimeoutError:
+            self._start(self.attempts.lose_attempt(record, log_refuses()))
+            return
         error = await self._outbox.try_write(record, headers=headers)
         if error is not None:
             self._write_failed(record.request_id, error)
@@ -194,9 +202,30 @@ class Dispatcher:
 
     async def _cancel(self, record: CancelledCompletion) -> None:
         """Write a cancellation; without it the lane works in vain up to the deadline."""
+        try:
+            if not await self._is_still_served(record.group_id):
+                return
+        except TimeoutError:
+            return
         error = await self._outbox.try_write(record)
         if error is not None:
             self._write_failed(record.request_id, error)
+
+    async def _is_still_served(self, group_id: str) -> bool:
+        """Whether what was just decided about a turn holds, once this process knows who owns it.
+
+        After a standstill another gateway may have the turn, and what it does with it is not to be
+        doubled or undone. Its clients here then get a `MovedError`, as `move` says.
+
+        Raises:
+            TimeoutError: it does not know in the time for which a request waits for that.
+        """
+        if not self._standstill.may_be_missed():
+            return True
+        tenure = self._gateways.tenure(group_id)
+        async with asyncio.timeout(self._owners_hold_s):
+            await self._standstill.is_over()
+        return tenure is not None and tenure == self._gateways.tenure(group_id)
 
     def _write_failed(self, request_id: str, error: LogError) -> None:
         self._telemetry.event(

@@ -3,8 +3,9 @@
 A process that is stopped, or gets no CPU, does not report that it is there, and the run's other
 gateways take over its groups. When it goes on, requests lie in its sockets, and it may read them
 before the log. A turn that it began then would be sampled without what the new owner has answered
-meanwhile, and for no client. So no request that comes after a standstill is served until every
-change of owners that was made by then is read.
+meanwhile, and for no client. So until every change of owners that was made by then is read, no
+request that comes is served, and nothing is written about the turns of those that came before: they
+may wait at the gate, for the rest of a body, or for a lane.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ wait 3 s for it, which leaves one second for a report that is slow itself."""
 
 
 class Standstill:
-    """Told of every tick; asked for every request.
+    """Told of every tick; asked for every request, and for what is written about every turn.
 
     Example: the last tick was 1.2 s ago, so a request waits. The next tick says that the process
     goes on; `catch_up` reads the owners; then the request is served.
