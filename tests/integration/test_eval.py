@@ -5,24 +5,29 @@ import subprocess
 
 import pytest
 
-from tests.integration.launched_run import DIALOGUE, FORGEMQ, ROOT, LaunchedRun
+from tests.integration.launched_run import FORGEMQ, ROOT, LaunchedRun
 from tests.integration.stand_in import stand_in_engine
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(240)]
 
 TASKS = 4
 SAMPLES = 3
+NO_FILE = (
+    *("queues.dialogue.agent=dialogue:play", "queues.dialogue.task_source=dialogue:task"),
+    *("queues.dialogue.outcome=dialogue:outcome", 'code_paths=["tests/integration/dialogue"]'),
+    *(f"evaluation.tasks={TASKS}", "episodes.sampling.max_tokens=24", "log.group_partitions=2"),
+)
 WITHIN_S = 180
 
 
-def test_a_model_is_judged_and_the_table_and_the_file_say_the_same(
+def test_a_model_is_judged_on_a_domain_of_no_file_and_table_and_report_say_the_same(
     kafka_bootstrap, new_run_id, tmp_path
 ):
     run_id = new_run_id()
     with stand_in_engine(latency_s=0.05, tokens=16) as engine_url:
         environ = {"FORGEMQ_KAFKA": kafka_bootstrap, "FORGEMQ_ENGINE_URL": engine_url}
         run = LaunchedRun(tmp_path, environ)
-        command = [str(FORGEMQ), "eval", "deploy/demo/model", DIALOGUE, f"run={run_id}"]
+        command = [str(FORGEMQ), "eval", "deploy/demo/model", f"run={run_id}", *NO_FILE]
         command += ["--domain", "dialogue", "--samples", str(SAMPLES)]
         done = subprocess.run(
             command,

@@ -9,7 +9,6 @@ from forgemq_launcher.core.configuration import (
     changed,
     configuration,
     document,
-    judging,
     name_of,
     next_run,
 )
@@ -143,37 +142,3 @@ def test_a_queue_that_names_neither_agent_nor_task_source_is_played_from_outside
     assert (queue.agent, queue.task_source) == ("", "")
     half = FILE.replace('agent = "m:play"\n', "")
     assert refusal(text=half) == "queues.0.agent: must be given"
-
-
-JUDGED = (
-    FILE
-    + """
-[evaluation]
-tasks = 8
-[[queues]]
-domain = "other"
-[[live]]
-name = "app"
-"""
-)
-
-
-def test_a_model_is_judged_on_one_domain_of_the_file_without_what_belongs_to_others():
-    values = judging(document(JUDGED, overrides=[]), model="trained", domain="shop_desk")
-    made = configuration(values, run="desk-eval-1", folder=PurePath("/work"))
-    assert [queue.domain for queue in made.queues] == ["shop_desk"]
-    assert (made.model.path, made.evaluation.tasks, made.live) == ("/work/trained", 8, ())
-
-
-@pytest.mark.parametrize(
-    ("text", "domain", "said"),
-    [
-        (JUDGED, "nowhere", "--domain: there is no domain 'nowhere'; there are shop_desk, other"),
-        (JUDGED, "other", "queues.other.agent: none plays its held-out tasks"),
-        (FILE, "shop_desk", "evaluation.tasks: the file has no held-out tasks"),
-    ],
-)
-def test_what_cannot_be_judged_is_refused_by_name(text, domain, said):
-    with pytest.raises(ConfigurationError) as refused:
-        judging(document(text, overrides=[]), model="m", domain=domain)
-    assert str(refused.value).startswith(said)

@@ -22,6 +22,12 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(left)}")
     if left:
         options.overrides += left
+    if options.command == "eval":
+        files = [each for each in options.overrides if "=" not in each]
+        if len(files) > 1:
+            parser.error(f"one FILE at most may be given, got {' '.join(files)}")
+        options.file = Path(files[0]) if files else None
+        options.overrides = [each for each in options.overrides if "=" in each]
     return options
 
 
@@ -82,16 +88,20 @@ def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     judged = commands.add_parser(
         "eval",
         help="judge a model on the held-out tasks of a domain: pass@k, without a trainer",
+        usage="forgemq eval MODEL [FILE] --domain D --samples K [key=value ...]",
         description="Plays K episodes of each of the evaluation.tasks held-out tasks with the "
         "domain's own agent and rewards, and writes a table and pass_at_k.json. Exit status: 0 "
         "judged, 1 failed or no episode has an outcome, 2 refused, 130 interrupted.",
     )
     judged.add_argument("model", metavar="MODEL", help="folder in Hugging Face format")
-    judged.add_argument("file", type=Path, metavar="FILE", help="run configuration, TOML")
     judged.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="e.g. evaluation.tasks=64"
+        "overrides",
+        nargs="*",
+        metavar="FILE or key=value",
+        help="FILE: run configuration, TOML; default: the run that MODEL is a checkpoint of, "
+        "run.toml beside MODEL or here, or what key=value says: queues.D.agent=module:function",
     )
-    judged.add_argument("--domain", required=True, help="a domain of the file")
+    judged.add_argument("--domain", required=True, help="a domain of the file, or verifiers:NAME")
     judged.add_argument("--samples", type=_samples, required=True, metavar="K", help="1 to 4096")
 
 

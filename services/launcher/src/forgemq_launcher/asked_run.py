@@ -61,31 +61,34 @@ def resolved(
         run: The run's id unless an override says it; "" for the file's name and the next number.
     """
     overrides = [f'run="{run}"'] if run else []
-    values = document_of(options, first=overrides)
+    values = document_in(options.file, [*overrides, *options.overrides])
     name = name_of(values, default=options.file.resolve().parent.name)
     is_named = names_run([*overrides, *options.overrides])
     made_id = name if is_named else next_run(name, taken=taken)
-    return configured(values, options, run=made_id)
+    return configured(values, source=str(options.file), run=made_id)
 
 
-def document_of(options: argparse.Namespace, *, first: Sequence[str] = ()) -> Document:
-    """The file that the arguments name, with these overrides and theirs."""
-    path: Path = options.file
+def document_in(path: Path, overrides: Sequence[str]) -> Document:
+    """The document in this file, with the overrides put in.
+
+    Raises:
+        ConfigurationError: the file cannot be read or is not TOML, or an override names nothing.
+    """
     try:
         text = path.read_text()
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path}: not a TOML file: {error}") from error
-    return document(text, overrides=[*first, *options.overrides])
+    return document(text, overrides=overrides)
 
 
-def configured(values: Document, options: argparse.Namespace, *, run: str) -> RunConfiguration:
-    """The configuration in these values of the file; a refusal names the file."""
+def configured(values: Document, *, source: str, run: str) -> RunConfiguration:
+    """The configuration in these values; a refusal names where they are from."""
     try:
         return configuration(values, run=run, folder=Path.cwd())
     except ConfigurationError as error:
-        raise ConfigurationError(f"{options.file}: {error}") from error
+        raise ConfigurationError(f"{source}: {error}") from error
 
 
 def names_run(overrides: Sequence[str]) -> bool:

@@ -20,7 +20,7 @@ from forgemq_launcher.arguments import options_of
 from forgemq_launcher.asked_run import (
     check_paths,
     configured,
-    document_of,
+    document_in,
     folder_named,
     folder_of_run,
     names_run,
@@ -28,7 +28,6 @@ from forgemq_launcher.asked_run import (
 )
 from forgemq_launcher.core.configuration import (
     ConfigurationError,
-    judging,
     name_of,
     names_budget,
     next_run,
@@ -132,8 +131,9 @@ def _plan(options: argparse.Namespace, *, environ: Mapping[str, str], console: C
     """Plan a run; its model, tasks and code may lie on other machines and are not looked at."""
     from forgemq_launcher.commands.planning import plan_run
 
-    values = document_of(options)
-    made = configured(values, options, run=name_of(values, default="planned"))
+    values = document_in(options.file, options.overrides)
+    run = name_of(values, default="planned")
+    made = configured(values, source=str(options.file), run=run)
     return plan_run(
         options, made, is_budget_named=names_budget(values), environ=environ, console=console
     )
@@ -317,18 +317,20 @@ def _eval(
     console: Console,
 ) -> int:
     from forgemq_launcher.app import RunningRun
+    from forgemq_launcher.judged_domain import DEFAULT_NAME, judged_document
     from forgemq_launcher.run_setup import RunSetup
 
     runs = Path(settings.runs)
-    values = judging(document_of(options), model=options.model, domain=options.domain)
-    name = f"{name_of(values, default=options.file.resolve().parent.name)}-eval"
-    run_id = str(values["run"]) if names_run(options.overrides) else ""
-    made = configured(values, options, run=run_id or next_run(name, taken=names_taken(runs)))
-    check_paths(made, source=str(options.file))
+    values, source = judged_document(options)
+    name = name_of(values, default=DEFAULT_NAME)
+    is_named = names_run(options.overrides)
+    run = name if is_named else next_run(f"{name}-eval", taken=names_taken(runs))
+    made = configured(values, source=source, run=run)
+    check_paths(made, source=source)
     folder = RunFolder(runs / made.run)
     folder.make(made, is_evaluation=True)
     with folder.locked():
-        _print_plain(console, f"evaluation {folder.run} in {folder.path}")
+        _print_plain(console, f"evaluation {folder.run} in {folder.path}, domain as in {source}")
         setup = RunSetup(
             folder=folder,
             configuration=made,

@@ -8,16 +8,46 @@ import msgspec
 from forgemq_contracts.draft_head import HEAD_CLASS, HEAD_FILE, head_shape, is_head
 from forgemq_contracts.model_families import MODEL_TYPES, refusal
 from forgemq_contracts.speculation import Speculation
-from forgemq_launcher.core.configuration import ConfigurationError
+from forgemq_launcher.core.configuration import ConfigurationError, Document
 
+ADAPTER_FILE = "adapter_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-class _ModelConfig(msgspec.Struct, frozen=True):
+class _TextConfig(msgspec.Struct, frozen=True):
+    """What the launcher reads of config.json about a language model."""
+
+    max_position_embeddings: int | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    """The name of `dtype` before transformers 4.56."""
+
+
+class _ModelConfig(_TextConfig, frozen=True):
     """What the launcher reads of config.json."""
 
     model_type: str = ""
     quantization_config: dict[str, Any] | None = None
+    text_config: _TextConfig | None = None
+
+
+def own_settings(folder: Path) -> Document:
+    """Table `model` of a run with this model as its own config.json describes it.
+
+    The context is all its positions, and float32 stays float32. A folder without a config.json is
+    left to `check_model_folder`.
+    """
+    table: Document = {"path": str(folder)}
+    try:
+        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=_ModelConfig)
+    except (OSError, msgspec.MsgspecError):
+        return table
+    text = config.text_config or config
+    if text.max_position_embeddings is not None:
+        table["context_tokens_max"] = text.max_position_embeddings
+    if "float32" in (text.dtype, text.torch_dtype, config.dtype, config.torch_dtype):
+        table["dtype"] = "float32"
+    return table
 
 
 def check_model_folder(folder: Path) -> None:
@@ -29,6 +59,10 @@ def check_model_folder(folder: Path) -> None:
     try:
         config = msgspec.json.decode((folder / "config.json").read_bytes(), type=_ModelConfig)
     except OSError as error:
+        if (folder / ADAPTER_FILE).is_file() or (folder / "adapter" / ADAPTER_FILE).is_file():
+            raise ConfigurationError(
+                f"model.path: {folder} has an adapter and no model: `forgemq merge` writes one"
+            ) from error
         raise ConfigurationError(f"model.path: {folder} has no config.json") from error
     except msgspec.MsgspecError as error:
         raise ConfigurationError(f"model.path: {folder / 'config.json'}: {error}") from error

@@ -21,6 +21,10 @@ from forgemq_contracts.run_rules import check
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<field>.*?)`(?: - at `(?P<path>.*)`)?$")
 _RULE = re.compile(r"^(?P<rule>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)
 
+NAME_CHARACTERS_MAX = 32
+"""Of a name that begins run ids, which have 40: the rest is for `-eval` and the run's number."""
+_NAME = re.compile(rf"[a-z0-9-]{{1,{NAME_CHARACTERS_MAX}}}")
+
 
 Document: TypeAlias = dict[str, Any]
 Part = TypeVar("Part", bound=msgspec.Struct)
@@ -42,6 +46,15 @@ def document(text: str, *, overrides: Sequence[str]) -> Document:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"not a TOML file: {error}") from error
+    return overridden(values, overrides)
+
+
+def overridden(values: Document, overrides: Sequence[str]) -> Document:
+    """The same document, with the overrides put in.
+
+    Raises:
+        ConfigurationError: an override that is not `key=value`, or names nothing.
+    """
     for override in overrides:
         _override(values, override)
     return values
@@ -115,8 +128,10 @@ def name_of(values: Document, *, default: str) -> str:
         ConfigurationError: it cannot begin a run id.
     """
     name = values.get("run", default)
-    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9-]{1,32}", name):
-        raise ConfigurationError(f"run: up to 32 of a-z, 0-9 and -, got {name!r}")
+    if not isinstance(name, str) or not re.fullmatch(_NAME, name):
+        raise ConfigurationError(
+            f"run: up to {NAME_CHARACTERS_MAX} of a-z, 0-9 and -, got {name!r}"
+        )
     return name
 
 
@@ -124,38 +139,6 @@ def names_budget(values: Document) -> bool:
     """Whether the document says how much memory the trainer may take."""
     trainer = values.get("trainer")
     return isinstance(trainer, dict) and "memory_budget_bytes" in trainer
-
-
-def judging(values: Document, *, model: str, domain: str) -> Document:
-    """The document of a run that judges this model on the held-out tasks of one domain.
-
-    The other domains, live traffic and speculation, whose head belongs to the file's own model, are
-    left out.
-
-    Raises:
-        ConfigurationError: the document has no such domain, or no held-out tasks.
-    """
-    queues = values.get("queues")
-    listed = [each for each in queues if isinstance(each, dict)] if isinstance(queues, list) else []
-    kept = [each for each in listed if each.get("domain") == domain]
-    if not kept:
-        known = ", ".join(str(each.get("domain")) for each in listed)
-        raise ConfigurationError(f"--domain: there is no domain {domain!r}; there are {known}")
-    if "agent" not in kept[0]:
-        raise ConfigurationError(f"queues.{domain}.agent: none plays its held-out tasks")
-    evaluation = values.get("evaluation")
-    if not isinstance(evaluation, dict) or not evaluation.get("tasks"):
-        raise ConfigurationError(
-            "evaluation.tasks: the file has no held-out tasks: set evaluation.tasks=N"
-        )
-    own = values.get("model")
-    left_out = ("live", "speculation")
-    rest = {name: value for name, value in values.items() if name not in left_out}
-    return {
-        **rest,
-        "model": {**(own if isinstance(own, dict) else {}), "path": model},
-        "queues": kept,
-    }
 
 
 def next_run(name: str, *, taken: Sequence[str]) -> str:
