@@ -202,6 +202,7 @@ class Dispatcher:
 
     async def _cancel(self, record: CancelledCompletion) -> None:
         """Write a cancellation; without it the lane works in vain up to the deadline."""
+        assert record.group_id is not None, "a gateway names the group of what it cancels"
         try:
             if not await self._is_still_served(record.group_id):
                 return
