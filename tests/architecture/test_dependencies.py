@@ -25,6 +25,7 @@ NOT_IMPORTED = {
     "pytest-xdist": "plug-in of pytest",
     "ruff": "run by `make lint`",
     "s3fs": "loaded by fsspec for addresses that begin with s3://",
+    "sophistry-bench-sprint": "loaded by verifiers, by the name of its module",
     "types-psutil": "read by mypy",
     "types-pyyaml": "read by mypy",
     "uv": "installs the environment",
@@ -60,7 +61,7 @@ def declared(folder: Path) -> set[str]:
 
 
 def optional() -> set[str]:
-    """What the root's extras bring: in no lock, and imported only where they are installed."""
+    """What the root's extras bring, which is imported only where it is installed."""
     extras = project(ROOT)["project"]["optional-dependencies"].values()
     return {normal(name) for extra in extras for name in extra}
 

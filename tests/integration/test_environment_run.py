@@ -1,7 +1,5 @@
 """A run whose agent is an environment of verifiers: its tasks train, its rubric is the reward."""
 
-from importlib.util import find_spec
-
 import pytest
 
 from tests.integration.launched_run import LaunchedRun
@@ -13,7 +11,6 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.long,
     pytest.mark.timeout(1500),
-    pytest.mark.skipif(find_spec("verifiers") is None, reason="needs the extra verifiers"),
 ]
 
 

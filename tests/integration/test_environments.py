@@ -29,10 +29,7 @@ from tests.integration.test_black_box_agent import played, running, skilled
 
 ENVIRONMENTS = Path(__file__).parents[2] / "deploy" / "environments"
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(find_spec("verifiers") is None, reason="needs the extra verifiers"),
-]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +142,6 @@ async def test_an_environment_of_reasoning_gym_scores_right_and_wrong_answers(na
     }
 
 
-@pytest.mark.skipif(find_spec("sophistry_bench_sprint") is None, reason="needs the environment")
 @pytest.mark.parametrize(
     ("policy", "reward", "counted"),
     [

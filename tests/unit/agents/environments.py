@@ -1,4 +1,4 @@
-"""Environments of verifiers for the tests of agents; needs the extra verifiers."""
+"""Environments of verifiers for the tests of agents."""
 
 import time
 from typing import Any

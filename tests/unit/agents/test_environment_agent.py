@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 import pytest
+import verifiers as vf
 from aiohttp import web
 from msgspec import UNSET, Raw
 
@@ -23,10 +24,7 @@ from forgemq_contracts.admin import AbortRequest, FinishRequest, GroupRequest
 from forgemq_telemetry.telemetry import Telemetry
 from tests.memory_gateway import COMPLETION_ID
 from tests.memory_gateway_http import refused
-
-vf = pytest.importorskip("verifiers", reason="needs the extra verifiers")
-
-from tests.unit.agents.environments import (  # noqa: E402
+from tests.unit.agents.environments import (
     ROW,
     Guessing,
     broken,

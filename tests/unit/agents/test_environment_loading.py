@@ -6,16 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import verifiers as vf
 
 from forgemq_agents.environment_agent import EnvironmentAgent, UnplayableError, load
 from forgemq_agents.environment_rubric import unscorable
 from forgemq_agents.user_code import UserCodeError, load_domains
 from forgemq_contracts.curriculum import Curriculum
 from forgemq_contracts.run import Evaluation, Model, Queue, RunConfiguration, Trainer
-
-vf = pytest.importorskip("verifiers", reason="needs the extra verifiers")
-
-from tests.unit.agents.environments import ROW, data_set, right, single_turn, together  # noqa: E402
+from tests.unit.agents.environments import ROW, data_set, right, single_turn, together
 
 pytestmark = pytest.mark.usefixtures("kept_signal_handlers")
 
