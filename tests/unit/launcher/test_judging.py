@@ -10,7 +10,7 @@ import pytest
 
 from forgemq_contracts.run import LogLayout, RunConfiguration
 from forgemq_launcher.arguments import options_of
-from forgemq_launcher.asked_run import configured
+from forgemq_launcher.asked_run import check_paths, configured
 from forgemq_launcher.core.configuration import ConfigurationError, document
 from forgemq_launcher.core.judging import judging
 from forgemq_launcher.judged_domain import judged_document
@@ -103,6 +103,7 @@ def test_without_a_file_the_domain_is_that_of_the_run_whose_checkpoint_is_judged
     made = msgspec.structs.replace(made, run="desk-7", queues=(queue,))
     run.make(made)
     step = run / "checkpoints" / "step-00000004"
+    shutil.copytree(MODEL, step)
     found, source = judged(str(step), "evaluation.tasks=2", "--domain", queue.domain)
     assert source == str(run / "configuration.json")
     assert (found.model.path, found.queues) == (str(step), made.queues)
@@ -158,3 +159,21 @@ def test_a_file_may_come_before_or_behind_the_options_and_only_once(capsys):
     with pytest.raises(SystemExit):
         options_of(["eval", "m", "a.toml", "b.toml", "--domain", "d", "--samples", "1"])
     assert "one FILE at most may be given, got a.toml b.toml" in capsys.readouterr().err
+
+
+def test_a_model_of_any_family_is_judged_and_a_folder_without_one_is_refused_first(place):
+    desk = ("queues.desk.agent=m:play", "queues.desk.task_source=m:task", "--domain", "desk")
+    tokens = "episodes.sampling.max_tokens=80"
+    (place / "config.json").write_text('{"model_type": "gpt2"}')
+    made, source = judged(str(place), tokens, *desk)
+    with pytest.raises(ConfigurationError, match="no module 'm' in code_paths"):
+        check_paths(made, source=source, trains=False)
+    with pytest.raises(ConfigurationError, match="has model_type 'gpt2', which is not supported"):
+        check_paths(made, source=source)
+    assert refused("nowhere", "--domain", "desk") == "model.path: nowhere has no config.json"
+    adapter = Path("adapted")
+    adapter.mkdir()
+    (adapter / "adapter_config.json").touch()
+    assert refused("adapted", "--domain", "desk") == (
+        "model.path: adapted has an adapter and no model: `forgemq merge` writes one"
+    )

@@ -16,7 +16,7 @@ from forgemq_launcher.core.configuration import (
     names_budget,
     next_run,
 )
-from forgemq_launcher.model_folder import check_draft_folder, check_model_folder
+from forgemq_launcher.model_folder import check_draft_folder, check_model_files, check_model_folder
 from forgemq_launcher.placement import device_of, with_budget
 from forgemq_launcher.run_folder import RunFolder, RunFolderError, names_taken
 from forgemq_launcher.user_code import check_user_code
@@ -96,10 +96,14 @@ def names_run(overrides: Sequence[str]) -> bool:
     return any(each.partition("=")[0].strip() == "run" for each in overrides)
 
 
-def check_paths(made: RunConfiguration, *, source: str) -> None:
-    """Refuse a model or code that is not on this machine, before it is written down anywhere."""
+def check_paths(made: RunConfiguration, *, source: str, trains: bool = True) -> None:
+    """Refuse a model or code that is not on this machine, before it is written down anywhere.
+
+    A model that does not train may be of any family.
+    """
     try:
-        check_model_folder(Path(made.model.path))
+        check = check_model_folder if trains else check_model_files
+        check(Path(made.model.path))
         if made.speculation is not None:
             check_draft_folder(made.speculation, model=Path(made.model.path))
         check_user_code(made)

@@ -326,7 +326,7 @@ def _eval(
     is_named = names_run(options.overrides)
     run = name if is_named else next_run(f"{name}-eval", taken=names_taken(runs))
     made = configured(values, source=source, run=run)
-    check_paths(made, source=source)
+    check_paths(made, source=source, trains=False)
     folder = RunFolder(runs / made.run)
     folder.make(made, is_evaluation=True)
     with folder.locked():

@@ -15,7 +15,7 @@ from forgemq_launcher.core.configuration import (
     overridden,
 )
 from forgemq_launcher.core.judging import domain_alone, domain_of, domains_in, judging
-from forgemq_launcher.model_folder import own_settings
+from forgemq_launcher.model_folder import check_model_files, own_settings
 from forgemq_launcher.run_folder import RunFolder
 
 DEFAULT_NAME = "model"
@@ -31,6 +31,7 @@ def judged_document(options: argparse.Namespace) -> tuple[Document, str]:
     Raises:
         ConfigurationError: naming the argument or key, and the rule.
     """
+    check_model_files(Path(options.model))
     values, source = _asked_document(options)
     try:
         return judging(values, model=options.model, domain=domain_of(options.domain)), source

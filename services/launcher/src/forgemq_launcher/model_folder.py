@@ -34,14 +34,13 @@ class _ModelConfig(_TextConfig, frozen=True):
 def own_settings(folder: Path) -> Document:
     """Table `model` of a run with this model as its own config.json describes it.
 
-    The context is all its positions, and float32 stays float32. A folder without a config.json is
-    left to `check_model_folder`.
+    The context is all its positions, and float32 stays float32.
+
+    Raises:
+        ConfigurationError: it has no config.json, or a damaged one.
     """
     table: Document = {"path": str(folder)}
-    try:
-        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=_ModelConfig)
-    except (OSError, msgspec.MsgspecError):
-        return table
+    config = _config_of(folder)
     text = config.text_config or config
     if text.max_position_embeddings is not None:
         table["context_tokens_max"] = text.max_position_embeddings
@@ -56,8 +55,38 @@ def check_model_folder(folder: Path) -> None:
     Raises:
         ConfigurationError: naming what is missing or not supported.
     """
+    config = _config_of(folder)
+    if config.model_type not in MODEL_TYPES:
+        raise ConfigurationError(
+            f"model.path: {folder} has model_type {config.model_type!r}, which is "
+            f"{refusal(config.model_type)}"
+        )
+    check_model_files(folder)
+
+
+def check_model_files(folder: Path) -> None:
+    """Refuse a folder without a model, of whatever family, in full.
+
+    Raises:
+        ConfigurationError: naming what is missing or not supported.
+    """
+    config = _config_of(folder)
+    if config.quantization_config is not None:
+        method = config.quantization_config.get("quant_method", "unnamed")
+        raise ConfigurationError(
+            f"model.path: {folder} is quantised itself (quantization_config.quant_method "
+            f"{method}); its weights are needed in full, and model.engine_quantization says how "
+            "engines hold them"
+        )
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigurationError(f"model.path: {folder} has no tokenizer ({TOKENIZER_FILES[0]})")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigurationError(f"model.path: {folder} has no weights (*.safetensors)")
+
+
+def _config_of(folder: Path) -> _ModelConfig:
     try:
-        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=_ModelConfig)
+        return msgspec.json.decode((folder / "config.json").read_bytes(), type=_ModelConfig)
     except OSError as error:
         if (folder / ADAPTER_FILE).is_file() or (folder / "adapter" / ADAPTER_FILE).is_file():
             raise ConfigurationError(
@@ -66,22 +95,6 @@ def check_model_folder(folder: Path) -> None:
         raise ConfigurationError(f"model.path: {folder} has no config.json") from error
     except msgspec.MsgspecError as error:
         raise ConfigurationError(f"model.path: {folder / 'config.json'}: {error}") from error
-    if config.model_type not in MODEL_TYPES:
-        raise ConfigurationError(
-            f"model.path: {folder} has model_type {config.model_type!r}, which is "
-            f"{refusal(config.model_type)}"
-        )
-    if config.quantization_config is not None:
-        method = config.quantization_config.get("quant_method", "unnamed")
-        raise ConfigurationError(
-            f"model.path: {folder} is quantised itself (quantization_config.quant_method "
-            f"{method}); training needs its weights in full, and model.engine_quantization says "
-            "how engines hold them"
-        )
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ConfigurationError(f"model.path: {folder} has no tokenizer ({TOKENIZER_FILES[0]})")
-    if not any(folder.glob("*.safetensors")):
-        raise ConfigurationError(f"model.path: {folder} has no weights (*.safetensors)")
 
 
 def check_draft_folder(speculation: Speculation, *, model: Path) -> None:
