@@ -1,10 +1,10 @@
 """The process that compares answers with `math-verify`; `mathematics.py` asks it.
 
-Started as `python -m forgemq_graders.comparison`; it reads questions on stdin and answers on
-stdout, a length and then JSON each. Its parent kills it at the time limit of a comparison; if the
-parent is gone, the kernel does.
+`main` reads questions on stdin and answers on stdout, a length and then JSON each. Its parent kills
+it at the time limit of a comparison; if the parent is gone, the kernel does.
 """
 
+import logging
 import os
 import resource
 import sys
@@ -63,6 +63,8 @@ def _limit_cpu() -> None:
 
 def main() -> None:
     """Answer questions until stdin ends."""
+    # It warns at each start that its time limits are off.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     while len(head := sys.stdin.buffer.read(LENGTH_BYTES)) == LENGTH_BYTES:
@@ -75,7 +77,3 @@ def main() -> None:
         payload = msgspec.json.encode(said)
         answers.write(len(payload).to_bytes(LENGTH_BYTES, "big") + payload)
         answers.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -83,7 +83,8 @@ class Mathematics:
         if self._process is None or self._process.returncode is not None:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", "forgemq_graders.comparison"),
+                # Not by `-m`: the package imports the module, and Python warns of a second one.
+                *("-c", "from forgemq_graders.comparison import main; main()"),
                 stdin=PIPE,
                 stdout=PIPE,
                 env={},
