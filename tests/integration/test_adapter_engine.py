@@ -14,7 +14,8 @@ from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.lora import Lora
 from forgemq_sglang_cpu.adapters import EngineAdapters
 from forgemq_sglang_cpu.options import EngineOptions
-from forgemq_trainer.core.low_rank import adapter_tensors, add_adapters, merged_weights
+from forgemq_trainer.core.low_rank import add_adapters, factors_of, merge_factors
+from forgemq_trainer.loading import fill_adapters
 from forgemq_trainer.storage.adapters import write_adapter
 from tests.engine_fixture import started_engine
 from tests.lane_scene import LaneScene, create_topics
@@ -43,17 +44,20 @@ def adapters(
     for seed in range(3):
         folder = tmp_path_factory.mktemp(f"adapter-{seed}")
         model = AutoModelForCausalLM.from_pretrained(engine_model, dtype=torch.float32)
-        add_adapters(model, LORA, seed=seed)
+        add_adapters(model, LORA)
+        fill_adapters(model, None, seed=seed)
         torch.manual_seed(seed)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("b_OR"):
                     parameter.normal_(std=0.05)
         write_adapter(
-            adapter_tensors(model), lora=LORA, base=engine_model, base_sha256="0", folder=folder
+            factors_of(model), lora=LORA, base=engine_model, base_sha256="0", folder=folder
         )
         merged = AutoModelForCausalLM.from_pretrained(engine_model, dtype=torch.float32)
-        merged.load_state_dict(merged_weights(model))
+        state = model.state_dict()
+        merge_factors(state, scale=LORA.scale)
+        merged.load_state_dict(state)
         made.append((folder, merged))
     return made
 

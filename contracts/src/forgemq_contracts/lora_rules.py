@@ -15,11 +15,6 @@ def check_lora(configuration: RunConfiguration) -> None:
         return
     if len(set(lora.targets)) != len(lora.targets):
         raise ValueError(f"lora.targets must name each layer once, got {list(lora.targets)}")
-    if configuration.trainer.world_size > 1:
-        raise ValueError(
-            "trainer.world_size must be 1 with lora: adapters train on the rank that holds the "
-            f"whole model, got {configuration.trainer.world_size}"
-        )
     if configuration.speculation is not None and configuration.speculation.is_trained:
         raise ValueError(
             "speculation.head must be left out with lora: nobody has tried a draft head that "

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from forgemq_contracts import topics
+from forgemq_contracts.lora import Lora
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import TrainedStep, TrainingMetrics
 from forgemq_contracts.trees import MergedTree
@@ -21,6 +22,7 @@ from forgemq_trainer.ranks.command_loop import carry_out_commands
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.storage.optimizer_state import StoredState
+from forgemq_trainer.storage.weights import WholeVersion
 from forgemq_trainer.store import Store
 from forgemq_trainer.training import Training
 from tests.unit.trainer.scene import (
@@ -42,6 +44,7 @@ class Life:
         dtype: Of the model.
         is_routed: True if the trees have expert routes.
         rollouts: Of each group.
+        lora: Adapters that train in place of all weights.
     """
 
     folder: Path
@@ -49,12 +52,13 @@ class Life:
     dtype: str = "float32"
     is_routed: bool = False
     rollouts: int = 3
+    lora: Lora | None = None
 
     def configuration(self, *, world_size: int) -> RunConfiguration:
         """The run's configuration."""
         configuration = configuration_of(self.folder / "base", world_size=world_size)
         model = msgspec.structs.replace(configuration.model, dtype=self.dtype)
-        return msgspec.structs.replace(configuration, model=model)
+        return msgspec.structs.replace(configuration, model=model, lora=self.lora)
 
     def trees(self, step: int) -> list[MergedTree]:
         """Trees of the step's groups, the same in every life."""
@@ -111,7 +115,8 @@ def save_checkpoint(store: Store, training: Training, metrics: TrainingMetrics) 
         checkpoint_step=step,
         duration_s=0.0,
     )
-    weights = store.save_weights(training, lineage=1)
+    saved = store.keep_version(store.write_version(training, lineage=1))
+    weights = saved.checkpointed
     store.save_checkpoint(training, weights=weights, trained=trained, tree_positions=())
 
 
@@ -133,23 +138,22 @@ def live(ranks: AnyRanks, life: Life) -> list[TrainingMetrics]:
     return seen
 
 
-def restored(ranks: Ranks, life: Life) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Weights of ranks that have just read a checkpoint, and the state that they write again."""
+def restored(ranks: Ranks, life: Life) -> tuple[WholeVersion, dict[str, torch.Tensor]]:
+    """What ranks that have just read a checkpoint would save, and the state that they write."""
     if ranks.rank > 0:
         carry_out_commands(ranks, device="cpu")
-        return {}, {}
+        return WholeVersion(), {}
     configuration = life.configuration(world_size=ranks.world_size)
     store = store_of(life.folder, configuration)
     training = Training(
         configuration, device="cpu", checkpoint=store.newest_checkpoint(), ranks=ranks
     )
-    weights = training.saving.whole_weights()
-    assert weights is not None
+    version = training.saving.whole_version()
     again = life.folder / "again"
     (again / "optimizer").mkdir(parents=True)
     files = [again / file for file in training.saving.save_optimizer(again)]
     training.end()
-    return weights, dict(StoredState(files))
+    return version, dict(StoredState(files))
 
 
 def optimizer_tensors(training: Training) -> dict[str, torch.Tensor]:

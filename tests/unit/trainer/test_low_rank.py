@@ -13,14 +13,14 @@ from forgemq_contracts.lora import ATTENTION_TARGETS, MLP_TARGETS, AdapterTarget
 from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.flops import flops
 from forgemq_trainer.core.loss import loss_function
-from forgemq_trainer.core.low_rank import add_adapters, merged_weights
+from forgemq_trainer.core.low_rank import add_adapters, merge_factors
 from forgemq_trainer.core.memory import Microbatch
 from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.precision import make_precise
 from forgemq_trainer.core.step import Objective, forward_backward, group_loss_weights
 from forgemq_trainer.core.tree import Forest, joined, read_tree
-from forgemq_trainer.model import LoadedModel, prepare
-from forgemq_trainer.whole_model import with_adapters
+from forgemq_trainer.loading import fill_adapters
+from forgemq_trainer.model import LoadedModel, prepare, with_adapters
 from tests.unit.trainer.scene import (
     Sample,
     adversarial_samples,
@@ -41,7 +41,8 @@ def adapted(kind: str, dtype: torch.dtype, *targets: AdapterTarget, **sizes: obj
     if kind == "qwen3_moe":
         model.set_experts_implementation("eager")  # type: ignore[operator]  # transformers' method
     lora = Lora(rank=3, alpha=6.0, targets=targets)
-    loaded = with_adapters(prepare(model), lora, seed=5)
+    loaded = with_adapters(prepare(model), lora)
+    fill_adapters(loaded.model, None, seed=5)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in loaded.model.named_parameters():
         if name.endswith("b_OR"):
@@ -53,6 +54,12 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     taken = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return taken
+
+
+def merged(model: nn.Module, *, scale: float) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = model.state_dict()
+    merge_factors(state, scale=scale)
+    return state
 
 
 def per_request(model: nn.Module, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
@@ -112,7 +119,7 @@ def test_the_merged_weights_are_the_adapted_models() -> None:
     """Stock transformers with the merged weights gives the adapted model's logits."""
     loaded = adapted("qwen2", torch.float64, *ALL)
     plain = make_model("qwen2", torch.float64)
-    plain.load_state_dict(merged_weights(loaded.model))
+    plain.load_state_dict(merged(loaded.model, scale=2.0))
     make_precise(plain)
     plain.set_attn_implementation("sdpa")  # type: ignore[operator]  # transformers' method
     loaded.model.set_attn_implementation("sdpa")  # type: ignore[operator]  # transformers' method
@@ -129,10 +136,11 @@ def test_a_new_adapter_changes_nothing_and_is_drawn_from_the_seed() -> None:
     for seed in (1, 1, 2):
         model = make_model("qwen3", torch.float32)
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        add_adapters(model, Lora(rank=4, targets=("q_proj",)), seed=seed)
-        merged = merged_weights(model)
-        assert merged.keys() == before.keys()
-        assert all(torch.equal(merged[name], before[name]) for name in before)
+        add_adapters(model, Lora(rank=4, targets=("q_proj",)))
+        fill_adapters(model, None, seed=seed)
+        after = merged(model, scale=8.0)
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], before[name]) for name in before)
         drawn.append(torch.stack([p for n, p in model.named_parameters() if n.endswith("a_RI")]))
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
@@ -141,7 +149,7 @@ def test_a_new_adapter_changes_nothing_and_is_drawn_from_the_seed() -> None:
 
 def test_a_target_that_is_no_linear_layer_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"^lora\.targets: gate_proj is no linear layer of Qwen3M"):
-        add_adapters(make_model("qwen3_moe", torch.float32), Lora(rank=4), seed=0)
+        add_adapters(make_model("qwen3_moe", torch.float32), Lora(rank=4))
 
 
 def test_frozen_weights_cost_no_gradient_in_the_formula() -> None:

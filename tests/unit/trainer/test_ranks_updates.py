@@ -20,7 +20,7 @@ from forgemq_trainer.core.rounds import (
 )
 from forgemq_trainer.core.step import EntryValues, Objective, merged
 from forgemq_trainer.core.tree import Floats, Forest, read_tree
-from forgemq_trainer.model import prepare
+from forgemq_trainer.model import LoadedModel, prepare
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.ranks.sharded_updater import ShardedUpdater
 from forgemq_trainer.ranks.sharding import FsdpShards, reshard, shard, whole_state
@@ -41,13 +41,12 @@ CHUNK = 8
 
 
 class RankModel:
-    """One rank's shard of the tiny model in float64, as `StepUpdates` uses it."""
+    """One rank's shard of a tiny model in float64, as `StepUpdates` uses it."""
 
-    def __init__(self, ranks: Ranks, *, is_shared: bool) -> None:
-        """Make the same model on every rank and keep a shard."""
+    def __init__(self, ranks: Ranks, whole: LoadedModel, *, is_shared: bool) -> None:
+        """Keep a shard of the model, which is the same on every rank."""
         self._ranks, self._is_shared = ranks, is_shared
-        model = make_model("qwen3", torch.float64)
-        loaded = shard(prepare(model), ranks=ranks, dtype=torch.float64)
+        loaded = shard(whole, ranks=ranks, dtype=torch.float64)
         self.module, self.policy = loaded.model, loaded.policy
         shards = FsdpShards(ranks, dtype=torch.float64)
         self.updater = ShardedUpdater(self.module, OPTIMIZER, shards=shards)
@@ -87,8 +86,8 @@ class RankModel:
         return merged([values_of(part) for part in parts]) if parts else own
 
 
-def _taken(model: TrainedModel, configuration: RunConfiguration) -> TakenUpdates:
-    """Take one step over five groups: a minibatch has an odd number, so a rank has less to do."""
+def begun(model: TrainedModel, configuration: RunConfiguration) -> StepUpdates:
+    """Begin a step over five groups: a minibatch has an odd number, so a rank has less to do."""
     generator = np.random.default_rng(5)
     samples = [agent_samples(generator, rollouts=5 + n % 2, turns=4) for n in range(5)]
     trees = [merge(each, f"g-{n}") for n, each in enumerate(samples)]
@@ -100,15 +99,16 @@ def _taken(model: TrainedModel, configuration: RunConfiguration) -> TakenUpdates
         loss=loss_function(configuration.loss),
     )
     updates.begin()
-    return updates.take(lr=OPTIMIZER.lr)
+    return updates
 
 
 def _of_two(
     ranks: Ranks, configuration: RunConfiguration, is_shared: bool
 ) -> tuple[TakenUpdates, dict[str, torch.Tensor]]:
     """What the ranks did, and whole weights after it, on rank 0."""
-    model = RankModel(ranks, is_shared=is_shared)
-    taken = _taken(model, configuration)
+    whole = prepare(make_model("qwen3", torch.float64))
+    model = RankModel(ranks, whole, is_shared=is_shared)
+    taken = begun(model, configuration).take(lr=OPTIMIZER.lr)
     state = whole_state(model.module, dtype=torch.float64, is_kept=ranks.rank == 0)
     return taken, {name: tensor.clone() for name, tensor in state.items()}
 
@@ -126,7 +126,7 @@ def test_two_ranks_take_the_updates_of_one(
     configuration = exact_configuration(base, FOUR, loss)
     taken, weights = rank_pair.run(_of_two, configuration, is_shared)[0]
     one = exact_model(base, configuration)
-    expected = _taken(one, configuration)
+    expected = begun(one, configuration).take(lr=OPTIMIZER.lr)
     for name, parameter in one.module.named_parameters():
         difference = (weights[name] - parameter.detach()).norm() / parameter.detach().norm()
         assert float(difference) < 1e-12, name

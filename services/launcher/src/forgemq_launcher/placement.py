@@ -51,7 +51,7 @@ def with_budget(
         return configuration
     trainer = configuration.trainer
     budget = memory_budget_bytes(
-        _memory(configuration, free_bytes=free_bytes),
+        _memory(configuration, free_bytes=free_bytes, device=device),
         device=device,
         ranks=trainer.world_size,
         dtype=configuration.model.dtype,
@@ -77,18 +77,26 @@ def adapter_parameters_of(folder: Path, lora: Lora) -> int:
     )
 
 
-def _memory(configuration: RunConfiguration, *, free_bytes: int) -> Memory:
+def _memory(configuration: RunConfiguration, *, free_bytes: int, device: str) -> Memory:
     folder, lora = Path(configuration.model.path), configuration.lora
     whole = parameters_of(folder)
     if lora is None:
         return Memory(free_bytes=free_bytes, parameters=whole)
-    # While a merged version is written it is in memory beside the base model.
-    copies = 1 if publishes_adapters(lora) else 2
     return Memory(
         free_bytes=free_bytes,
         parameters=adapter_parameters_of(folder, lora),
-        frozen_parameters=copies * whole,
+        frozen_parameters=frozen_copies(configuration, device=device) * whole,
     )
+
+
+def frozen_copies(configuration: RunConfiguration, *, device: str) -> int:
+    """Of a base model that does not train, in the memory of the trainer's device, at most.
+
+    A merged version is beside the base model while it is written: one rank makes it on its device,
+    of several the first gathers it in host memory.
+    """
+    is_beside = device == "cpu" or configuration.trainer.world_size == 1
+    return 2 if is_beside and not publishes_adapters(configuration.lora) else 1
 
 
 def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:

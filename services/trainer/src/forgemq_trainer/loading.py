@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM
 
+from forgemq_trainer.core.low_rank import drawn_factors, factors_of
+from forgemq_trainer.storage.adapters import read_adapter
 from forgemq_trainer.storage.model_layout import model_layout
 from forgemq_trainer.storage.tensor_files import (
     Piece,
@@ -63,6 +65,8 @@ def allocate(model: nn.Module, *, device: torch.device) -> None:
 def fill(model: nn.Module, folder: Path) -> None:
     """Read a model's tensors from a folder of Hugging Face format; of sharded ones its own part.
 
+    Adapters stay as they are: they are in a folder of their own.
+
     Args:
         model: A causal language model of transformers, allocated and tied.
         folder: Holds its weights.
@@ -72,7 +76,10 @@ def fill(model: nn.Module, folder: Path) -> None:
         OSError: a file cannot be read.
     """
     layout = model_layout(model, tensors_of_folder(folder))
+    own_of_adapters = {id(factor) for factor in factors_of(model).values()}
     for names, tensor in _distinct(model):
+        if id(tensor) in own_of_adapters:
+            continue
         stored = [name for name in names if name in layout]
         if not stored:
             raise StoredTensorsError(f"{folder} has no tensor for {names[0]}")
@@ -80,6 +87,32 @@ def fill(model: nn.Module, folder: Path) -> None:
         read_part(own, layout[stored[0]], start=start)
         for other in stored[1:]:
             _check_tied(own, layout[other], start=start, names=(stored[0], other), folder=folder)
+
+
+@torch.no_grad()
+def fill_adapters(model: nn.Module, folder: Path | None, *, seed: int) -> None:
+    """Give a model's adapters the values in a folder, or first ones; of sharded ones its own part.
+
+    Args:
+        model: Has adapters.
+        folder: Of the adapter to go on with; None for a new one.
+        seed: Of a new one.
+
+    Raises:
+        ValueError: the folder has another adapter.
+        OSError: it has none.
+    """
+    values = drawn_factors(model, seed=seed) if folder is None else read_adapter(folder)
+    factors = factors_of(model)
+    for name in sorted(factors.keys() | values.keys()):
+        is_known = name in factors and name in values
+        if not is_known or factors[name].shape != values[name].shape:
+            raise ValueError(f"the adapter's file must have the tensors of lora.targets: {name}")
+        own, start = own_part(factors[name])
+        part = values[name]
+        for dim, (first, size) in enumerate(zip(start, own.shape, strict=True)):
+            part = part.narrow(dim, first, size)
+        own.copy_(part)
 
 
 def _keep_wide(model: Any) -> None:  # noqa: ANN401

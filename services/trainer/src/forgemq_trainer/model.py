@@ -14,10 +14,13 @@ from transformers import AttentionInterface, AutoConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
+from forgemq_contracts.lora import Lora
+from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.attention.exchange import shared_attention_interface
 from forgemq_trainer.core.attention.gpu_attention import attention_on
 from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.layers import replace_layers
+from forgemq_trainer.core.low_rank import add_adapters
 from forgemq_trainer.core.precision import make_precise
 from forgemq_trainer.core.recomputation import LayerCall
 from forgemq_trainer.core.routers import ROUTERS
@@ -111,6 +114,27 @@ def prepare(model: nn.Module, *, device: torch.device | None = None) -> LoadedMo
         make_store=store_of(device),
     )
     return LoadedModel(model=model, policy=policy)
+
+
+def with_adapters(
+    loaded: LoadedModel, lora: Lora, *, dtype: torch.dtype | None = None
+) -> LoadedModel:
+    """The same model, frozen in place, with adapters that change nothing.
+
+    Args:
+        loaded: Filled or not.
+        lora: Rank, scale and targets.
+        dtype: Of the adapters; None is the model's.
+
+    Raises:
+        SettingsError: A target is no linear layer of this model.
+    """
+    try:
+        adapters = add_adapters(loaded.model, lora, dtype=dtype)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    policy = loaded.policy
+    return replace(loaded, policy=replace(policy, shape=replace(policy.shape, adapters=adapters)))
 
 
 def _unfilled(folder: Path, *, dtype: Literal["float32", "bfloat16"]) -> Any:  # noqa: ANN401  # transformers' model

@@ -10,7 +10,6 @@ from forgemq_contracts.steps import TrainedStep
 from forgemq_fp8_blocks import NothingToQuantiseError
 from forgemq_settings.environment import SettingsError
 from forgemq_telemetry.telemetry import Telemetry
-from forgemq_trainer.core.low_rank import adapter_tensors
 from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.storage.adapters import model_sha256, write_adapter
 from forgemq_trainer.storage.checkpoint import (
@@ -29,6 +28,7 @@ from forgemq_trainer.storage.weights import (
     WEIGHTS_FILE,
     SavedVersion,
     WeightsFolder,
+    WholeVersion,
     link_weights,
     read_weights_folder,
     write_quantised,
@@ -114,19 +114,19 @@ class Store:
         `keep_version` makes it durable.
         """
         folder = self._folder(training, lineage=lineage)
-        whole = None
+        version, whole = training.saving.whole_version(), None
         if self._is_quantised or self._lora is not None:
             # Its checkpoint has links to these files, so only the newest is needed here.
             remove_folder(self._whole)
         if self._is_quantised:
-            whole = self._write(training, self._whole / folder.name)
+            whole = self._write(training, version, self._whole / folder.name)
             weights = self._quantise(whole.folder, folder)
         elif self._publishes_adapters:
-            weights = self._write_adapter(training, folder)
+            weights = self._write_adapter(version, folder)
         else:
-            weights = self._write(training, folder)
+            weights = self._write(training, version, folder)
         if self._lora is not None and not self._publishes_adapters:
-            whole = self._write_adapter(training, self._whole / "adapter")
+            whole = self._write_adapter(version, self._whole / "adapter")
         speculation, head = self._configuration.speculation, None
         # A small model that guesses is not the trainer's: `_write_head` writes nothing then.
         if speculation is not None and training.version % speculation.push_every_steps == 0:
@@ -153,12 +153,12 @@ class Store:
             return self._weights.keep(weights)
         if (self._base / WEIGHTS_FILE).exists():
             return read_weights_folder(self._base)  # Engines start with this very folder.
-        return self._weights.keep(self._write(training, folder))
+        return self._weights.keep(self._write(training, training.saving.whole_version(), folder))
 
     def save_weights(self, training: Training, *, lineage: int) -> WeightsFolder:
         """Save the current version durably, and remove versions that no lane loads any more."""
         folder = self._folder(training, lineage=lineage)
-        return self._keep(self._write(training, folder))
+        return self._keep(self._write(training, training.saving.whole_version(), folder))
 
     def _keep(self, weights: WeightsFolder) -> WeightsFolder:
         durable = self._weights.keep(weights)
@@ -258,19 +258,19 @@ class Store:
             base=self._base_head,
         )
 
-    def _write(self, training: Training, folder: Path) -> WeightsFolder:
+    def _write(self, training: Training, version: WholeVersion, folder: Path) -> WeightsFolder:
         return write_weights(
             training.model,
             base=self._base,
             dtype=self._configuration.model.dtype,
             folder=folder,
-            state=training.saving.whole_weights(),
+            state=version.weights,
         )
 
-    def _write_adapter(self, training: Training, folder: Path) -> WeightsFolder:
+    def _write_adapter(self, version: WholeVersion, folder: Path) -> WeightsFolder:
         assert self._lora is not None
         return write_adapter(
-            adapter_tensors(training.model),
+            version.adapter,
             lora=self._lora,
             base=self._base,
             base_sha256=self._base_sha256,

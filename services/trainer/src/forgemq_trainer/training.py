@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -116,11 +115,10 @@ class Training:
         self._ranks = ranks
         self._configuration = configuration
         self._device = torch.device(device)
-        folder = Path(configuration.model.path) if checkpoint is None else checkpoint.folder
         self._model: WholeModel | ShardedModel = (
             WholeModel(configuration, checkpoint, device=device)
             if isinstance(ranks, Alone)
-            else ShardedModel(folder, configuration, ranks=ranks, device=device)
+            else ShardedModel(configuration, checkpoint, ranks=ranks, device=device)
         )
         check_budget(configuration, self._model.policy)
         self._loss = loss_of(configuration)

@@ -1,4 +1,4 @@
-"""What of a version needs all ranks, to be saved: the whole weights, and the optimizer's state."""
+"""What of a version needs all ranks, to be saved: whole tensors, and the optimizer's state."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +8,7 @@ from torch import Tensor
 from forgemq_trainer.ranks import commands
 from forgemq_trainer.ranks.alone import AnyRanks
 from forgemq_trainer.ranks.sharded_model import ShardedModel
+from forgemq_trainer.storage.weights import WholeVersion
 from forgemq_trainer.whole_model import WholeModel
 
 
@@ -16,7 +17,7 @@ class VersionSaving:
 
     Order, for each version: `gather_weights` and, if it gets a checkpoint, `begin_optimizer`, on
     all ranks together before the next step. Then, on rank 0, beside that step and before its
-    update, `whole_weights` and `save_optimizer`. Rank 0 may also call only these two: they do the
+    update, `whole_version` and `save_optimizer`. Rank 0 may also call only these two: they do the
     others' part, together with all ranks.
     """
 
@@ -31,23 +32,21 @@ class VersionSaving:
         self._model = model
         self._ranks = ranks
         self._random_state = random_state
-        self._gathered: dict[str, Tensor] | None = None
+        self._gathered: WholeVersion | None = None
         self._is_begun = False
 
     def gather_weights(self) -> None:
-        """Gather all weights on rank 0, in its host memory."""
+        """Gather what is saved of the weights on rank 0, in its host memory."""
         self._ranks.announce(commands.GatherWeights())
         with self._ranks.together():
-            self._gathered = self._model.whole_weights()
+            self._gathered = self._model.whole_version()
 
-    def whole_weights(self) -> dict[str, Tensor] | None:
-        """All weights by name, on rank 0 of several; None if the model holds them itself.
-
-        They are kept no longer here.
-        """
+    def whole_version(self) -> WholeVersion:
+        """What is saved of the weights, on rank 0; it is kept no longer here."""
         if self._gathered is None:
             self.gather_weights()
         gathered, self._gathered = self._gathered, None
+        assert gathered is not None
         return gathered
 
     def begin_optimizer(self) -> None:

@@ -1,17 +1,15 @@
 """The model of a trainer with one rank: whole, on one device."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from forgemq_contracts.lora import Lora
+from forgemq_contracts.lora import publishes_adapters
 from forgemq_contracts.run import RunConfiguration
-from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.forward import PolicyModel
-from forgemq_trainer.core.low_rank import add_adapters, fill_adapters, merged_weights
+from forgemq_trainer.core.low_rank import factors_of, merge_factors
 from forgemq_trainer.core.memory import Microbatch
 from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.optimizer import Updater
@@ -20,10 +18,11 @@ from forgemq_trainer.core.step import EntryValues, Objective, forward_backward
 from forgemq_trainer.core.tree import Floats, Forest
 from forgemq_trainer.head_training import HeadTraining
 from forgemq_trainer.heap import suit_heap
-from forgemq_trainer.model import LoadedModel, load_model
-from forgemq_trainer.storage.adapters import read_adapter
+from forgemq_trainer.loading import fill_adapters
+from forgemq_trainer.model import LoadedModel, load_model, with_adapters
 from forgemq_trainer.storage.checkpoint import OPTIMIZER_FILE, Checkpoint
 from forgemq_trainer.storage.optimizer_state import RANDOM_STATE, whole_parts, write_state_part
+from forgemq_trainer.storage.weights import WholeVersion
 
 
 class WholeModel:
@@ -45,7 +44,7 @@ class WholeModel:
         """Load what a checkpoint holds, and from the run's own folders what it does not."""
         loaded = _load_policy(configuration, checkpoint, device=device)
         head_folder = _head_folder(configuration, checkpoint)
-        self._is_adapted = configuration.lora is not None
+        self._lora = configuration.lora
         self.module = loaded.model
         self.head = _load_head(head_folder, loaded, configuration)
         self.policy = loaded.policy if self.head is None else self.head.policy
@@ -108,9 +107,16 @@ class WholeModel:
     def finish_optimizer(self) -> None:
         """Do nothing: no thread of this model writes."""
 
-    def whole_weights(self) -> dict[str, Tensor] | None:
-        """With adapters merged; None without any, as `module` holds all weights itself."""
-        return merged_weights(self.module) if self._is_adapted else None
+    def whole_version(self) -> WholeVersion:
+        """What `module` does not hold as it is saved: merged weights, and the adapter."""
+        if self._lora is None:
+            return WholeVersion()
+        factors = {name: factor.detach() for name, factor in factors_of(self.module).items()}
+        if publishes_adapters(self._lora):
+            return WholeVersion(adapter=factors)
+        state = self.module.state_dict()
+        merge_factors(state, scale=self._lora.scale)
+        return WholeVersion(weights=state, adapter=factors)
 
     def plan(self, forests: Sequence[Forest]) -> tuple[Microbatch, ...]:
         """The microbatches of a step over these trees.
@@ -137,24 +143,10 @@ def _load_policy(
     loaded = load_model(folder, dtype=model.dtype, device=device)
     if lora is None:
         return loaded
-    loaded = with_adapters(loaded, lora, seed=configuration.seed)
-    if checkpoint is not None:
-        fill_adapters(loaded.model, read_adapter(checkpoint.adapter_folder))
+    loaded = with_adapters(loaded, lora)
+    adapter = None if checkpoint is None else checkpoint.adapter_folder
+    fill_adapters(loaded.model, adapter, seed=configuration.seed)
     return loaded
-
-
-def with_adapters(loaded: LoadedModel, lora: Lora, *, seed: int) -> LoadedModel:
-    """The same model, frozen in place, with new adapters.
-
-    Raises:
-        SettingsError: A target is no linear layer of this model.
-    """
-    try:
-        adapters = add_adapters(loaded.model, lora, seed=seed)
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
-    policy = loaded.policy
-    return replace(loaded, policy=replace(policy, shape=replace(policy.shape, adapters=adapters)))
 
 
 def _head_folder(configuration: RunConfiguration, checkpoint: Checkpoint | None) -> Path | None:

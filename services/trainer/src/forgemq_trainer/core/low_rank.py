@@ -7,7 +7,7 @@ T tokens, I inputs of a layer, O outputs, R rank.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,14 +26,16 @@ class AdaptedLinear(nn.Module):
     `weight` and `bias` are the layer's own, so their names are those of the model's file.
     """
 
-    def __init__(self, linear: nn.Linear, *, rank: int, scale: float) -> None:
-        """Take the layer's parameters; both factors are zeros."""
+    def __init__(
+        self, linear: nn.Linear, *, rank: int, scale: float, dtype: torch.dtype | None = None
+    ) -> None:
+        """Take the layer's parameters; both factors are zeros, of its dtype unless one is given."""
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.scale = scale
         outputs, inputs = linear.weight.shape
-        self.a_RI = nn.Parameter(linear.weight.new_zeros(rank, inputs))
-        self.b_OR = nn.Parameter(linear.weight.new_zeros(outputs, rank))
+        self.a_RI = nn.Parameter(linear.weight.new_zeros(rank, inputs, dtype=dtype))
+        self.b_OR = nn.Parameter(linear.weight.new_zeros(outputs, rank, dtype=dtype))
 
     def forward(self, input_TI: Tensor) -> Tensor:
         """W x + b + scale B A x."""
@@ -77,13 +79,13 @@ class AdapterShape:
         return unkept - self.rank * len(targets)
 
 
-def add_adapters(model: nn.Module, lora: Lora, *, seed: int) -> AdapterShape:
-    """Freeze the model, and give the layers that `lora` names their adapters.
+def add_adapters(model: nn.Module, lora: Lora, *, dtype: torch.dtype | None = None) -> AdapterShape:
+    """Freeze the model, and give the layers that `lora` names adapters whose factors are zeros.
 
     Args:
-        model: A causal language model of transformers.
+        model: A causal language model of transformers; it may be on the meta device.
         lora: Rank, scale and targets.
-        seed: Of the factors A, which are drawn layer by layer.
+        dtype: Of the factors; None is that of the layers.
 
     Returns:
         Sizes of the adapters.
@@ -104,14 +106,9 @@ def add_adapters(model: nn.Module, lora: Lora, *, seed: int) -> AdapterShape:
                 f"lora.targets: {target} is no linear layer of {type(model).__name__}; of these it "
                 f"has {', '.join(sorted(has)) or 'none'} (experts are one tensor, no linear layer)"
             )
-    generator = torch.Generator().manual_seed(seed)
     parameters = 0
     for name, linear in found.items():
-        adapted = AdaptedLinear(linear, rank=lora.rank, scale=lora.scale)
-        # peft's: uniform within 1 / sqrt(I).
-        drawn_RI = torch.rand(adapted.a_RI.shape, generator=generator).mul_(2).sub_(1)
-        with torch.no_grad():
-            adapted.a_RI.copy_(drawn_RI.div_(math.sqrt(linear.in_features)))
+        adapted = AdaptedLinear(linear, rank=lora.rank, scale=lora.scale, dtype=dtype)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, adapted)
         parameters += adapted.a_RI.numel() + adapted.b_OR.numel()
@@ -119,44 +116,46 @@ def add_adapters(model: nn.Module, lora: Lora, *, seed: int) -> AdapterShape:
     return AdapterShape(rank=lora.rank, targets=lora.targets, parameters=parameters // layers)
 
 
-def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The factors of all adapters, by their names in the adapter's file."""
-    tensors: dict[str, Tensor] = {}
+def drawn_factors(model: nn.Module, *, seed: int) -> dict[str, Tensor]:
+    """The factors of a new run by their names in the adapter's file: A drawn, B zeros; float32.
+
+    Args:
+        model: Has adapters, of which only the sizes count.
+        seed: Of the factors A, which are drawn layer by layer.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    drawn: dict[str, Tensor] = {}
     for name, layer in _adapted(model):
         a_name, b_name = factor_names(name)
-        tensors |= {a_name: layer.a_RI.detach(), b_name: layer.b_OR.detach()}
-    return tensors
+        # peft's: uniform within 1 / sqrt(I).
+        values_RI = torch.rand(layer.a_RI.shape, generator=generator).mul_(2).sub_(1)
+        drawn[a_name] = values_RI.div_(math.sqrt(layer.a_RI.shape[1]))
+        drawn[b_name] = torch.zeros(layer.b_OR.shape)
+    return drawn
 
 
-@torch.no_grad()
-def fill_adapters(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give the model's adapters these values.
+def factors_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The factors of all adapters, by their names in the adapter's file."""
+    factors: dict[str, nn.Parameter] = {}
+    for name, layer in _adapted(model):
+        a_name, b_name = factor_names(name)
+        factors |= {a_name: layer.a_RI, b_name: layer.b_OR}
+    return factors
 
-    Raises:
-        ValueError: they are those of other adapters.
+
+def merge_factors(state: dict[str, Tensor], *, scale: float) -> None:
+    """Add B A to the weights in a model's whole state, and drop the factors from it.
+
+    Weights are replaced, not changed: they may be the model's own.
+
+    Args:
+        state: By name, with the factors of the adapters among them.
+        scale: What B A counts.
     """
-    own = adapter_tensors(model)
-    for name in sorted(own.keys() | tensors.keys()):
-        if name not in own or name not in tensors or own[name].shape != tensors[name].shape:
-            raise ValueError(f"the adapter's file must have the tensors of lora.targets: {name}")
-        own[name].copy_(tensors[name])
-
-
-@torch.no_grad()
-def merged_weights(model: nn.Module) -> dict[str, Tensor]:
-    """All weights of the model by name, with B A in them."""
-    adapted = dict(_adapted(model))
-    weights: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
-        layer, _, field = name.rpartition(".")
-        if layer not in adapted:
-            weights[name] = value
-        elif field == "weight":
-            own = adapted[layer]
-            weights[name] = merged_weight(value, own.a_RI, own.b_OR, scale=own.scale)
-        elif field == "bias":
-            weights[name] = value
-    return weights
+    for layer in [name.removesuffix(".a_RI") for name in state if name.endswith(".a_RI")]:
+        a_RI, b_OR = state.pop(f"{layer}.a_RI"), state.pop(f"{layer}.b_OR")
+        weight_OI = state[f"{layer}.weight"]
+        state[f"{layer}.weight"] = merged_weight(weight_OI, a_RI, b_OR, scale=scale)
 
 
 def merged_weight(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, *, scale: float) -> Tensor:

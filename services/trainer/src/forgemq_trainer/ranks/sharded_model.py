@@ -6,8 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from forgemq_contracts.lora import publishes_adapters
 from forgemq_contracts.run import RunConfiguration
 from forgemq_trainer.core.assignment import Round, plan_rounds
+from forgemq_trainer.core.low_rank import merge_factors
 from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.reference import read_logprobs
 from forgemq_trainer.core.rounds import (
@@ -18,30 +20,41 @@ from forgemq_trainer.core.rounds import (
 )
 from forgemq_trainer.core.step import EntryValues, Objective, merged
 from forgemq_trainer.core.tree import Floats, Forest
-from forgemq_trainer.loading import fill
-from forgemq_trainer.model import DTYPES, load_empty
+from forgemq_trainer.loading import fill, fill_adapters
+from forgemq_trainer.model import DTYPES, LoadedModel, load_empty, with_adapters
 from forgemq_trainer.ranks.part_saving import PartSaving
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.ranks.sharded_updater import ShardedUpdater
-from forgemq_trainer.ranks.sharding import FsdpShards, reshard, shard, whole_state
+from forgemq_trainer.ranks.sharding import (
+    FsdpShards,
+    reshard,
+    shard,
+    whole_factors,
+    whole_state,
+)
+from forgemq_trainer.storage.checkpoint import Checkpoint
 from forgemq_trainer.storage.optimizer_state import RANDOM_STATE, StatePart, whole_parts
+from forgemq_trainer.storage.weights import WholeVersion
 
 
 class ShardedModel:
     """One rank's shards of model and optimizer; every method but `plan` is collective."""
 
     def __init__(
-        self, folder: Path, configuration: RunConfiguration, *, ranks: Ranks, device: str
+        self,
+        configuration: RunConfiguration,
+        checkpoint: Checkpoint | None,
+        *,
+        ranks: Ranks,
+        device: str,
     ) -> None:
-        """Load the model in a folder of Hugging Face format and keep this rank's shard."""
+        """Load what a checkpoint holds, else the base model, and keep this rank's shard."""
         self.head = None  # `run_rules` refuses speculation on several ranks.
         self._ranks = ranks
         self._trainer = configuration.trainer
+        self._lora = configuration.lora
         self._dtype = DTYPES[configuration.model.dtype]
-        # The shards are the fp32 masters. Neither host nor device holds more than them.
-        empty = load_empty(folder, dtype="float32", device=device)
-        loaded = shard(empty, ranks=ranks, dtype=self._dtype)
-        fill(loaded.model, folder)
+        loaded = _load_shard(configuration, checkpoint, ranks=ranks, device=device)
         self.module = loaded.model
         self.policy = loaded.policy
         shards = FsdpShards(ranks, dtype=self._dtype)
@@ -132,6 +145,38 @@ class ShardedModel:
             parts |= whole_parts({RANDOM_STATE: self._random_state})
         return parts
 
-    def whole_weights(self) -> dict[str, Tensor] | None:
-        """All weights by name on rank 0, in host memory; empty on the others."""
-        return whole_state(self.module, dtype=self._dtype, is_kept=self._ranks.rank == 0)
+    def whole_version(self) -> WholeVersion:
+        """What is saved of the weights, in host memory of rank 0; empty on the others."""
+        is_kept = self._ranks.rank == 0
+        if self._lora is None:
+            state = whole_state(self.module, dtype=self._dtype, is_kept=is_kept)
+            return WholeVersion(weights=state)
+        factors = whole_factors(self.module, dtype=self._dtype, is_kept=is_kept)
+        if publishes_adapters(self._lora):
+            return WholeVersion(adapter=factors)
+        state = whole_state(self.module, dtype=self._dtype, is_kept=is_kept)
+        merge_factors(state, scale=self._lora.scale)
+        return WholeVersion(weights=state, adapter=factors)
+
+
+def _load_shard(
+    configuration: RunConfiguration, checkpoint: Checkpoint | None, *, ranks: Ranks, device: str
+) -> LoadedModel:
+    """This rank's shard of the policy; neither host nor device holds more than it.
+
+    What trains has fp32 masters, which are the shards; frozen weights have the model's dtype.
+    """
+    model, lora = configuration.model, configuration.lora
+    if lora is None:
+        folder = Path(model.path) if checkpoint is None else checkpoint.folder
+        empty = load_empty(folder, dtype="float32", device=device)
+    else:
+        folder = Path(model.path)
+        empty = load_empty(folder, dtype=model.dtype, device=device)
+        empty = with_adapters(empty, lora, dtype=torch.float32)
+    loaded = shard(empty, ranks=ranks, dtype=DTYPES[model.dtype])
+    fill(loaded.model, folder)
+    if lora is not None:
+        adapter = None if checkpoint is None else checkpoint.adapter_folder
+        fill_adapters(loaded.model, adapter, seed=configuration.seed)
+    return loaded

@@ -19,12 +19,16 @@ CLIP_EPSILON = 1e-6
 
 
 class ShardedUpdater:
-    """Owns the optimizer's state of this rank's shards; every method is collective."""
+    """Owns the optimizer's state of this rank's shards that train; every method is collective."""
 
     def __init__(self, model: nn.Module, settings: Optimizer, *, shards: FsdpShards) -> None:
         self._settings = settings
         self._shards = shards
-        self._parameters = dict(model.named_parameters())
+        self._parameters = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
         self._masters = {name: shards.local(p) for name, p in self._parameters.items()}
         self._adamw = adamw(self._masters, self._parameters, settings)
 

@@ -1,8 +1,9 @@
 """Parameters in shards over the ranks (FSDP2): each rank keeps a part and gathers layer by layer.
 
 The shards are the fp32 masters; a bfloat16 model is gathered in bfloat16, and its gradients are
-added up in fp32. Gradients are summed over the ranks, not averaged: loss weights already divide by
-the entries of the whole step.
+added up in fp32. Frozen parameters are kept in the model's dtype and have no gradients, so none are
+sent. Gradients are summed over the ranks, not averaged: loss weights already divide by the entries
+of the whole step.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from forgemq_trainer.core.low_rank import factors_of
 from forgemq_trainer.loading import allocate
 from forgemq_trainer.model import LoadedModel
 from forgemq_trainer.ranks.ranks import Ranks
@@ -23,8 +25,9 @@ def shard(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> LoadedMod
     """Spread the model's parameters over the ranks, in place.
 
     Args:
-        loaded: The same on every rank, with parameters at least as wide as fp32. On the meta
-            device they get memory for this rank's part here, which is not filled.
+        loaded: The same on every rank, with parameters at least as wide as fp32; frozen ones may
+            be of `dtype`. On the meta device they get memory for this rank's part here, which is
+            not filled.
         ranks: All of them.
         dtype: That the model computes in.
     """
@@ -36,7 +39,7 @@ def shard(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> LoadedMod
     hidden = head.weight.shape[1]
     wide = torch.promote_types(dtype, torch.float32)
     precision = MixedPrecisionPolicy(
-        param_dtype=None if dtype == head.weight.dtype else dtype,
+        param_dtype=None if all(p.dtype == dtype for p in model.parameters()) else dtype,
         reduce_dtype=wide,
         cast_forward_inputs=False,  # Cosines and sines stay in fp32.
     )
@@ -51,7 +54,7 @@ def shard(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> LoadedMod
     # `_GatheredHead`; FSDP would gather it for the whole step instead of for its chunk.
     if not is_tied:
         shards = distribute_tensor(head.weight.detach(), ranks.mesh, [Shard(0)], src_data_rank=None)
-        head.weight = nn.Parameter(shards)
+        head.weight = nn.Parameter(shards, requires_grad=head.weight.requires_grad)
     if is_empty:
         allocate(model, device=ranks.device)
     if is_tied:
@@ -98,6 +101,18 @@ def whole_state(model: nn.Module, *, dtype: torch.dtype, is_kept: bool) -> dict[
             whole[id(tensor)] = full.cpu() if is_kept else full.new_empty(0)
         state[name] = whole[id(tensor)]
     return state if is_kept else {}
+
+
+def whole_factors(model: nn.Module, *, dtype: torch.dtype, is_kept: bool) -> dict[str, Tensor]:
+    """Gather the adapters' factors by the names in their file, as `whole_state` does."""
+    factors: dict[str, Tensor] = {}
+    for name, factor in factors_of(model).items():
+        sharded = factor.detach()
+        assert isinstance(sharded, DTensor)
+        whole = sharded.full_tensor().to(dtype)
+        if is_kept:
+            factors[name] = whole.cpu()
+    return factors
 
 
 class FsdpShards:

@@ -7,7 +7,8 @@ model's file, which may differ from those in memory.
 import json
 import shutil
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -77,6 +78,20 @@ class SavedVersion:
     def size_bytes(self) -> int:
         """Of all files of tensors."""
         return self.weights.size_bytes + (0 if self.head is None else self.head.size_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeVersion:
+    """Whole tensors of a version, as they are saved.
+
+    Attributes:
+        weights: All of the model by name; None if the trainer's model holds them so itself, or if
+            nobody loads them.
+        adapter: By the names in its file; empty without adapters.
+    """
+
+    weights: dict[str, Tensor] | None = None
+    adapter: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def read_weights_folder(folder: Path) -> WeightsFolder:
