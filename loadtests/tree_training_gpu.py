@@ -49,8 +49,8 @@ from forgemq_trainer.core.tree import Forest, joined, read_tree
 from forgemq_trainer.model import LoadedModel
 
 MEMORY_SHARE = 0.75
-"""Of the device's memory, for what the formula predicts: it leaves out float32 temporaries of norms
-and rotations."""
+"""Of the device's memory, for parameters, gradients and what the formula predicts. The rest is for
+the CUDA context, the kernels' workspaces and holes between tensors."""
 
 GIBIBYTE = 2**30
 LIMITS = {"compilations": 0.0, "gradient_difference": 0.05}

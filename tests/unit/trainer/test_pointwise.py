@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
@@ -14,6 +14,8 @@ from forgemq_trainer.core.attention.flash_varlen import FlashVarlen, PackedPiece
 from forgemq_trainer.core.layers import GatedMlp, RotaryAttention, replace_layers
 from forgemq_trainer.core.pointwise import Gated, Normed, Rotated
 from forgemq_trainer.core.precision import make_precise
+from forgemq_trainer.families import UnsupportedModelError
+from forgemq_trainer.model import prepare
 from tests.unit.trainer.scene import make_model
 
 EPS = 1e-6
@@ -90,6 +92,41 @@ def test_replaced_layers_keep_their_parameters_and_compute_the_same(
     with torch.no_grad():
         expected, found = (model(input_ids=tokens).logits for model in (stock, replaced))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+class RenamedAttention(nn.Module):
+    """As transformers might name a class one day, with a part that nobody here knows."""
+
+    def __init__(self, stock: nn.Module, *, part: str) -> None:
+        super().__init__()
+        self.__dict__.update(stock.__dict__)
+        self._modules = {**stock._modules, part: nn.Identity()}
+
+
+@pytest.mark.parametrize(
+    ("place", "part"), [("self_attn", "gate"), ("self_attn", "q_norm"), ("mlp", "act")]
+)
+def test_a_layer_with_other_parts_than_were_known_is_an_error_at_the_start(
+    place: str, part: str
+) -> None:
+    model = make_model("llama", torch.float32)
+    layer = model.model.layers[1]
+    setattr(layer, place, RenamedAttention(getattr(layer, place), part=part))
+    with pytest.raises(UnsupportedModelError, match=f"^model.layers.1.{place} is RenamedAttention"):
+        prepare(model)
+
+
+def test_a_class_of_another_name_is_replaced_for_what_it_has() -> None:
+    model = make_model("qwen3", torch.float32)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = type("Renamed", (type(layer.self_attn),), {})
+    replace_layers(model)
+    assert all(isinstance(layer.self_attn, RotaryAttention) for layer in model.model.layers)
+    moved = make_model("qwen3", torch.float32)
+    moved.model.layers[0].attention = moved.model.layers[0].self_attn
+    del moved.model.layers[0].self_attn
+    with pytest.raises(ValueError, match="has 1 modules named self_attn in 2 layers"):
+        replace_layers(moved)
 
 
 def test_a_replaced_model_generates_with_a_cache_what_it_computes_without() -> None:

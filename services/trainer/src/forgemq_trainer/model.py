@@ -24,7 +24,12 @@ from forgemq_trainer.core.low_rank import add_adapters
 from forgemq_trainer.core.precision import make_precise
 from forgemq_trainer.core.recomputation import LayerCall
 from forgemq_trainer.core.routers import ROUTERS
-from forgemq_trainer.families import check_head_size, check_modules, check_supported
+from forgemq_trainer.families import (
+    UnsupportedModelError,
+    check_head_size,
+    check_modules,
+    check_supported,
+)
 from forgemq_trainer.loading import allocate, empty_model, fill
 from forgemq_trainer.model_sizes import head_size_of, key_heads_of, model_shape
 from forgemq_trainer.offload import store_of
@@ -94,7 +99,7 @@ def prepare(model: nn.Module, *, device: torch.device | None = None) -> LoadedMo
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]  # transformers' method
     make_precise(model)
     check_modules(model)
-    replace_layers(model)
+    _replace_layers(model)
     model.train()
     head = model.get_output_embeddings()  # type: ignore[operator]  # transformers' method
     shape = model_shape(config, dtype=head.weight.dtype)
@@ -114,6 +119,16 @@ def prepare(model: nn.Module, *, device: torch.device | None = None) -> LoadedMo
         make_store=store_of(device),
     )
     return LoadedModel(model=model, policy=policy)
+
+
+def _replace_layers(model: nn.Module) -> None:
+    try:
+        replace_layers(model)
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"{error}; the installed transformers has another layer than the trainer was written "
+            "for: install the version that requirements.lock names"
+        ) from error
 
 
 def with_adapters(

@@ -1,7 +1,9 @@
 """Attention and MLP of a decoder layer whose pointwise parts are those of `pointwise.py`.
 
 They take over the projections and norms of the modules of transformers, with their names, so
-weights load and save unchanged. A module that has anything else stays as it is.
+weights load and save unchanged. Which modules they replace follows from the model's configuration,
+and a module that does not have just the parts that they compute with is an error: a class that
+transformers changes cannot stay as it is without anybody noticing.
 """
 
 from typing import Any
@@ -11,17 +13,22 @@ from transformers import AttentionInterface
 
 from forgemq_trainer.core.pointwise import Gated, Rotated
 
-ATTENTIONS = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention", "Qwen3MoeAttention")
-"""Classes of transformers that do what `RotaryAttention` does, in layers without a window."""
+ROTARY_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Families whose layers without a window have an attention that does what `RotaryAttention` does.
+"""
 
-GATED_ACTIVATIONS = ("SiLU", "SiLUActivation")
-"""Classes of the gate's activation that `Gated` computes."""
+SILU = ("silu", "swish")
+"""Names in a configuration of the activation that `Gated` computes."""
+
+PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+GATE_PROJECTIONS = {"gate_proj", "up_proj", "down_proj"}
 
 
 class RotaryAttention(nn.Module):
     """Projections, norms of heads if there are any, rotary embedding, attention, projection."""
 
-    def __init__(self, stock: Any) -> None:  # noqa: ANN401  # one of `ATTENTIONS`
+    def __init__(self, stock: Any) -> None:  # noqa: ANN401  # of one of `ROTARY_FAMILIES`
         super().__init__()
         self.q_proj, self.k_proj, self.v_proj = stock.q_proj, stock.k_proj, stock.v_proj
         self.o_proj = stock.o_proj
@@ -89,22 +96,57 @@ class GatedMlp(nn.Module):
 
 
 def replace_layers(model: nn.Module) -> None:
-    """Replace the model's attention and MLP modules by those of this file, where they are equal."""
+    """Replace the model's attention and MLP modules by those of this file, where they are equal.
+
+    Idempotent: modules of this file stay.
+
+    Raises:
+        ValueError: a layer's attention or MLP should be equal, and has other parts.
+    """
+    config: Any = model.config
+    is_rotary = config.model_type in ROTARY_FAMILIES
+    is_silu = getattr(config, "hidden_act", None) in SILU
+    attentions = 0
     for name, module in list(model.named_modules()):
-        replacement = _replacement(module)
+        replacement: nn.Module | None = None
+        if is_rotary and name.endswith(".self_attn"):
+            replacement = _attention(name, module)
+            attentions += 1
+        elif is_silu:
+            replacement = _gated(name, module)
         if replacement is not None:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, replacement)
+    if is_rotary and attentions != config.num_hidden_layers:
+        raise ValueError(
+            f"{type(model).__name__} has {attentions} modules named self_attn in "
+            f"{config.num_hidden_layers} layers, so attention is not where it was"
+        )
 
 
-def _replacement(module: nn.Module) -> nn.Module | None:
+def _attention(name: str, module: nn.Module) -> nn.Module | None:
     # Only the stock module hands its window to the attention.
-    is_windowed = getattr(module, "sliding_window", None) is not None
-    if type(module).__name__ in ATTENTIONS and not is_windowed:
-        return RotaryAttention(module)
-    is_gated = {"gate_proj", "up_proj", "down_proj", "act_fn"} <= {
-        *(name for name, _ in module.named_children())
-    }
-    if is_gated and type(module.act_fn).__name__ in GATED_ACTIVATIONS:
+    if isinstance(module, RotaryAttention) or getattr(module, "sliding_window", None) is not None:
+        return None
+    parts = {*module._parameters, *module._buffers, *module._modules}
+    if parts not in (PROJECTIONS, PROJECTIONS | HEAD_NORMS):
+        raise ValueError(
+            f"{name} is {type(module).__name__} of {sorted(parts)}, and RotaryAttention computes "
+            f"with {sorted(PROJECTIONS)}, and {sorted(HEAD_NORMS)} if heads are normed"
+        )
+    return RotaryAttention(module)
+
+
+def _gated(name: str, module: nn.Module) -> nn.Module | None:
+    parts = {*module._parameters, *module._buffers, *module._modules}
+    if isinstance(module, GatedMlp):
+        return None
+    if parts == GATE_PROJECTIONS | {"act_fn"}:
         return GatedMlp(module)
+    # A mixture's block has experts, which are tensors of all of them.
+    if name.endswith(".mlp") and "experts" not in parts:
+        raise ValueError(
+            f"{name} is {type(module).__name__} of {sorted(parts)}, and GatedMlp computes with "
+            f"{sorted(GATE_PROJECTIONS)} and their activation"
+        )
     return None
