@@ -8,13 +8,15 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
+from forgemq_contracts.lora import Lora
 from forgemq_contracts.run import RunConfiguration
 
 
 class AskedModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """How large is the model of this config.json?"""
+    """How large is the model of this config.json, and the adapters that a run trains of it?"""
 
     config: Annotated[bytes, Meta(description="config.json of the model.")]
+    lora: Lora | None = None
 
 
 class PlannedModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -37,10 +39,23 @@ class PlannedModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     head_size: int
     experts_count: Annotated[int, Meta(description="To choose from in a layer; 0: dense.")]
     experts_per_token: int
+    adapters: Annotated[
+        int, Meta(description="Of the run's adapters, besides all others; 0: the model trains.")
+    ] = 0
+
+    @property
+    def trained(self) -> int:
+        """Those with gradients and moments."""
+        return self.adapters or self.parameters
+
+    @property
+    def layer_trained(self) -> int:
+        """Those of the largest layer."""
+        return self.adapters // self.layers or self.layer_max
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """All of the model's own."""
         return self.embedding + self.head + self.attention + self.mlp + self.experts + self.other
 
     @property

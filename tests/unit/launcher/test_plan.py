@@ -11,16 +11,18 @@ import pytest
 from rich.console import Console
 
 from forgemq_contracts.lane_engines import LaneEngines
-from forgemq_contracts.trainer_plan import AskedModel, PlannedModel, PlannedStep
+from forgemq_contracts.lora import Lora
+from forgemq_contracts.trainer_plan import AskedModel, PlannedModel, PlannedStep, RefusedPlan
 from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.core.configuration import configuration, document
-from forgemq_launcher.placement import parameters_of
+from forgemq_launcher.placement import adapter_parameters_of, parameters_of
 from forgemq_launcher.plan.engine_memory import engine_memory, reserved_bytes, weight_bytes
 from forgemq_launcher.plan.episode_records import PlannedQueue
 from forgemq_launcher.plan.episodes import EpisodeShape, largest_group
 from forgemq_launcher.plan.group_trees import largest_tree, usual_tree
 from forgemq_launcher.plan.log_bytes import step_bytes
-from forgemq_launcher.plan.machines import GPUS
+from forgemq_launcher.plan.machines import GPUS, Machines
+from forgemq_launcher.plan.run_plan import PlannedRun, plan_of
 from forgemq_launcher.plan.step_seconds import gathered_bytes
 from forgemq_trainer.core.tree import read_tree
 from forgemq_trainer.plan import answer
@@ -28,6 +30,17 @@ from tests.small_run import small_run
 
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "deploy" / "demo"
+
+TWO_H100 = Machines(
+    gpu="h100",
+    gpus=2,
+    nodes=1,
+    host_bytes=10**12,
+    disk_bytes=10**13,
+    utilisation=0.5,
+    bandwidth_share=0.7,
+)
+"""One for the engine and one for the trainer."""
 
 SIZES = PlannedModel(
     model_type="tiny",
@@ -161,6 +174,45 @@ def test_ranks_gather_weights_in_each_pass_and_reduce_gradients_in_each_backward
     size = gathered_bytes(SIZES, step, dtype="bfloat16", ranks=4)
     assert size == SIZES.parameters * (7 * 2 + 3 * 4) * 3 // 4
     assert gathered_bytes(SIZES, step, dtype="bfloat16", ranks=1) == 0
+
+
+@pytest.mark.parametrize(
+    ("publish", "copies", "published"), [("adapter", 1, 0), ("merged", 2, 681_024)]
+)
+def test_of_a_run_with_adapters_they_alone_have_a_state_beside_the_frozen_model(
+    publish: str, copies: int, published: int
+):
+    """681,024 parameters in float32, of which the merged version is a second copy."""
+    overrides = ("lora.rank=8", f"lora.publish={publish}")
+    run = configuration(
+        document((DEMO / "run.toml").read_text(), overrides=overrides), run="r", folder=ROOT
+    )
+    assert run.lora is not None
+    config = (DEMO / "model" / "config.json").read_bytes()
+    adapters = adapter_parameters_of(DEMO / "model", run.lora)
+    plan = plan_of(
+        PlannedRun(configuration=run, config=config, machines=TWO_H100, is_budget_named=False),
+        answer,
+    )
+    assert plan.model.adapters == adapters
+    assert plan.trainer.state_bytes == 16 * adapters + copies * 4 * 681_024
+    assert plan.host.weights_bytes == 4 * (published or adapters)
+    assert plan.host.checkpoint_bytes == 12 * adapters
+    (engine,) = plan.engines
+    assert engine.weight_bytes == 2 * (681_024 + (0 if published else 2 * adapters))
+    assert plan.seconds is not None
+    assert plan.seconds.update_s == pytest.approx(2 * 16 * adapters / (0.7 * 3.35e12))
+    sizes = msgspec.structs.replace(SIZES, adapters=50)
+    step = PlannedStep(forwards=4, backwards=3)
+    found = gathered_bytes(sizes, step, dtype="bfloat16", ranks=4)
+    assert found == (7 * 2 * (SIZES.parameters + 50) + 3 * 4 * 50) * 3 // 4
+
+
+def test_a_target_that_the_planned_model_lacks_is_refused_by_name():
+    config = (ROOT / "deploy/recipes/qwen3-30b-a3b/config.json").read_bytes()
+    refused = answer(AskedModel(config=config, lora=Lora()))
+    assert isinstance(refused, RefusedPlan)
+    assert refused.reason.startswith("lora.targets: gate_proj is no linear layer of Qwen3Moe")
 
 
 @pytest.mark.parametrize(

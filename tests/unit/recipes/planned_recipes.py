@@ -12,7 +12,7 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.core.configuration import configuration, document
 from forgemq_launcher.display.plan_lines import plan_lines
 from forgemq_launcher.plan.findings import notes, reasons
-from forgemq_launcher.plan.machines import GPUS, Machines
+from forgemq_launcher.plan.machines import BANDWIDTH_SHARE, GPUS, UTILISATION, Machines
 from forgemq_launcher.plan.report import PlanReport
 from forgemq_launcher.plan.run_plan import PlannedRun, plan_of
 from forgemq_trainer.plan import answer
@@ -51,8 +51,8 @@ def report_of(
         nodes=nodes,
         host_bytes=GPUS[gpu].host_bytes,
         disk_bytes=GPUS[gpu].disk_bytes,
-        utilisation=0.4,
-        bandwidth_share=0.7,
+        utilisation=UTILISATION,
+        bandwidth_share=BANDWIDTH_SHARE,
     )
     run = PlannedRun(
         configuration=run_of(file, *overrides),

@@ -35,6 +35,7 @@ from tests.unit.recipes.planned_recipes import (
     report_of,
     run_of,
 )
+from tests.unit.recipes.scaled_recipes import SCALED_FILES, scaled_config
 
 FILES = sorted(RECIPES.glob("*/*.toml"))
 
@@ -106,33 +107,14 @@ def test_a_recipes_engines_and_code_start_as_its_file_says(
     assert ("--enable-return-routed-experts" in command) == (file.parent.name != "qwen3-4b")
 
 
-SCALED = {
-    "qwen3-4b": {"intermediate_size": 304},
-    "qwen3-30b-a3b": {"moe_intermediate_size": 48, "num_experts": 16, "num_experts_per_tok": 4},
-}
-SHARED = {
-    "head_dim": 16,
-    "hidden_size": 128,
-    "max_window_layers": 2,
-    "num_attention_heads": 8,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "torch_dtype": "float32",
-    "vocab_size": 512,
-}
-
-
-@pytest.mark.parametrize("recipe", SCALED)
+@pytest.mark.parametrize("recipe", SCALED_FILES)
 def test_the_planned_bytes_of_a_recipes_scaled_model_are_what_torch_holds(recipe: str):
     """The recipe's config.json with fewer and narrower layers, through the trainer itself."""
-    published = json.loads((RECIPES / recipe / "config.json").read_text())
-    config = {**published, **SHARED, **SCALED[recipe]}
+    config = scaled_config(recipe)
     tree = usual_tree(EpisodeShape(turns=2, prompt=64, sampled=40, observed=20), episodes=6)
     tree = msgspec.structs.replace(tree, tokens=bytes(len(tree.tokens)))
     changes = ("trainer.world_size=1", "model.dtype=float32", "trainer.head_chunk_tokens=32")
-    run = run_of(f"{recipe}/maths.toml", *changes)
+    run = run_of(SCALED_FILES[recipe], *changes)
     group = GroupsOfTree(tree=topics.encode(tree), groups=1)
     asked = AskedStep(
         config=json.dumps(config).encode(),

@@ -1,8 +1,11 @@
 """What a step is planned to cost, against the formulas of its parts."""
 
+from dataclasses import replace
+
 import pytest
 
-from forgemq_trainer.core.flops import flops_of_tree
+from forgemq_trainer.core.flops import flops_of_tree, layer_weights
+from forgemq_trainer.core.low_rank import AdapterShape
 from forgemq_trainer.core.planned_step import Ranks, planned_group, planned_step
 from forgemq_trainer.core.tree import Forest
 from tests.unit.trainer.scene import SHAPE, line_of
@@ -49,6 +52,16 @@ def test_blocks_add_a_forward():
     assert (step.forwards, step.backwards) == (6, 3)
     cost = flops_of_tree(SHAPE, TREES[0])
     again = cost.weights / 3 + cost.attention * 2 / 7 + cost.head / 4
+    assert step.slowest_flops == pytest.approx(cost.total + again)
+
+
+def test_a_frozen_models_second_forward_is_half_of_its_products_and_a_third_of_its_adapters():
+    adapters = AdapterShape(rank=2, targets=("q_proj",), parameters=128)
+    shape = replace(SHAPE, adapters=adapters)
+    step = planned_step(TREES[:1], shape=shape, ranks=_ranks(1, tokens=500))
+    assert (step.forwards, step.backwards) == (6, 3)
+    cost, tokens = flops_of_tree(shape, TREES[0]), TREES[0].token_count
+    again = 2 * (layer_weights(shape) + 2 * 128) * tokens + cost.attention * 2 / 7 + cost.head / 3
     assert step.slowest_flops == pytest.approx(cost.total + again)
 
 

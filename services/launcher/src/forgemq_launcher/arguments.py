@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from forgemq_launcher.plan.machines import BANDWIDTH_SHARE, UTILISATION
 from forgemq_launcher.upkeep.cluster import Workload, workload_of
 from forgemq_launcher.upkeep.services import TRANSFORMS
 
@@ -127,12 +128,13 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         metavar="turns=N,prompt=N,sampled=N,observed=N",
         help="a usual episode, in tokens; default: one turn that fills the context",
     )
-    plan.add_argument(
-        "--utilisation", type=_share, default=0.4, metavar="SHARE", help="of peak FLOP/s; 0.4"
-    )
-    plan.add_argument(
-        "--bandwidth-share", type=_share, default=0.7, metavar="SHARE", help="of bandwidths; 0.7"
-    )
+    for option, default, peak in (
+        ("--utilisation", UTILISATION, "peak FLOP/s"),
+        ("--bandwidth-share", BANDWIDTH_SHARE, "bandwidths"),
+    ):
+        plan.add_argument(
+            option, type=_share, default=default, metavar="SHARE", help=f"of {peak}; {default}"
+        )
     plan.add_argument(
         "--config",
         type=Path,

@@ -7,10 +7,15 @@ from pathlib import Path
 import msgspec
 
 from forgemq_contracts.lane_engines import every_lane, gpus_of
-from forgemq_contracts.lora import Lora, publishes_adapters
+from forgemq_contracts.lora import Lora
 from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.core.gpus import visible_gpus
-from forgemq_launcher.core.trainer_place import Memory, memory_budget_bytes, trainer_device
+from forgemq_launcher.core.trainer_place import (
+    Memory,
+    frozen_copies,
+    memory_budget_bytes,
+    trainer_device,
+)
 from forgemq_launcher.upkeep.machine import free_gpu_bytes, installed_gpus
 from forgemq_settings.memory import available_memory_bytes
 
@@ -80,23 +85,12 @@ def adapter_parameters_of(folder: Path, lora: Lora) -> int:
 def _memory(configuration: RunConfiguration, *, free_bytes: int, device: str) -> Memory:
     folder, lora = Path(configuration.model.path), configuration.lora
     whole = parameters_of(folder)
-    if lora is None:
-        return Memory(free_bytes=free_bytes, parameters=whole)
+    copies = frozen_copies(lora, device=device, ranks=configuration.trainer.world_size)
     return Memory(
         free_bytes=free_bytes,
-        parameters=adapter_parameters_of(folder, lora),
-        frozen_parameters=frozen_copies(configuration, device=device) * whole,
+        parameters=whole if lora is None else adapter_parameters_of(folder, lora),
+        frozen_parameters=copies * whole,
     )
-
-
-def frozen_copies(configuration: RunConfiguration, *, device: str) -> int:
-    """Of a base model that does not train, in the memory of the trainer's device, at most.
-
-    A merged version is beside the base model while it is written: one rank makes it on its device,
-    of several the first gathers it in host memory.
-    """
-    is_beside = device == "cpu" or configuration.trainer.world_size == 1
-    return 2 if is_beside and not publishes_adapters(configuration.lora) else 1
 
 
 def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -13,9 +13,11 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import set_verbosity_error
 
+from forgemq_contracts.lora import Lora
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.topics import MERGED_TREES, decode
 from forgemq_contracts.trainer_plan import (
@@ -30,6 +32,7 @@ from forgemq_contracts.trainer_plan import (
 from forgemq_contracts.trees import MergedTree
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.attention.gpu_attention import GpuAttention
+from forgemq_trainer.core.low_rank import AdapterShape, add_adapters
 from forgemq_trainer.core.memory import ModelShape, least_budget_bytes
 from forgemq_trainer.core.planned_step import Ranks, planned_group, planned_step
 from forgemq_trainer.core.tree import Forest, InvalidTreeError, read_tree
@@ -63,7 +66,9 @@ def answer(question: PlanQuestion) -> PlannedModel | PlannedStep | RefusedPlan:
     try:
         config = read_config(question.config)
         if isinstance(question, AskedModel):
-            return sizes_of(config)
+            return sizes_of(config, question.lora)
+    except SettingsError as error:
+        return RefusedPlan(reason=str(error))
     except (ValueError, KeyError, TypeError, OSError) as error:
         return RefusedPlan(reason=f"transformers: {error}")
     try:
@@ -79,10 +84,13 @@ def read_config(config: bytes) -> Any:  # noqa: ANN401  # transformers' classes 
         return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
-def sizes_of(config: Any) -> PlannedModel:  # noqa: ANN401
-    """Parameters of transformers' model of this configuration, counted without their memory."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+def sizes_of(config: Any, lora: Lora | None = None) -> PlannedModel:  # noqa: ANN401
+    """Parameters of transformers' model of this configuration, counted without their memory.
+
+    Raises:
+        SettingsError: the model has no layer of a target.
+    """
+    model = _model_without_memory(config)
     counts = dict.fromkeys({*_PARTS.values()}, 0)
     layers: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -92,6 +100,7 @@ def sizes_of(config: Any) -> PlannedModel:  # noqa: ANN401
             layers[layer] = layers.get(layer, 0) + parameter.numel()
     query_heads = int(config.num_attention_heads)
     chosen = int(getattr(config, "num_experts_per_tok", None) or 0)
+    adapters = 0 if lora is None else _adapters_of(model, lora).parameters * len(layers)
     return PlannedModel(
         model_type=str(config.model_type),
         layers=int(config.num_hidden_layers),
@@ -101,8 +110,27 @@ def sizes_of(config: Any) -> PlannedModel:  # noqa: ANN401
         head_size=head_size_of(config),
         experts_count=expert_count(config) if chosen else 0,
         experts_per_token=chosen,
+        adapters=adapters,
         **counts,
     )
+
+
+def _model_without_memory(config: Any) -> nn.Module:  # noqa: ANN401
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def _adapters_of(model: nn.Module, lora: Lora) -> AdapterShape:
+    """The adapters that a run trains of a model, which has them afterwards.
+
+    Raises:
+        SettingsError: the model has no layer of a target.
+    """
+    try:
+        return add_adapters(model, lora)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
 
 
 def _part_of(name: str) -> str:
@@ -119,10 +147,6 @@ def step_of(config: Any, asked: AskedStep) -> PlannedStep:  # noqa: ANN401
     run = asked.configuration
     check_supported(config)
     check_reference(run)
-    if run.lora is not None:
-        raise SettingsError(
-            "lora: a plan counts no adapters; leave [lora] out to plan the base model"
-        )
     shape = shape_of(config, run, device=asked.device)
     ranks = Ranks(
         world_size=run.trainer.world_size,
@@ -147,9 +171,12 @@ def shape_of(config: Any, run: RunConfiguration, *, device: str) -> ModelShape: 
     """The shape that a trainer on this device has for its plans.
 
     Raises:
-        SettingsError: the device has no kernels for the size of its heads.
+        SettingsError: the device has no kernels for the size of its heads, or the model no layer
+            of an adapter's target.
     """
     shape = model_shape(config, dtype=DTYPES[run.model.dtype])
+    if run.lora is not None:
+        shape = replace(shape, adapters=_adapters_of(_model_without_memory(config), run.lora))
     head_size = head_size_of(config)
     check_head_size(head_size, device=device)
     if device == "cpu":

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from forgemq_contracts.lora import Lora, publishes_adapters
+
 STATE_BYTES = {"float32": 16, "bfloat16": 18}
 """Bytes a parameter that the budget does not count: the weights (4; in bfloat16 2, and 4 of their
 float32 masters), gradients (4) and AdamW's two moments (8)."""
@@ -33,6 +35,28 @@ class Memory:
     free_bytes: int
     parameters: int
     frozen_parameters: int = 0
+
+    def state_bytes(self, dtype: Literal["float32", "bfloat16"]) -> int:
+        """Of weights, masters, gradients and moments, over all ranks."""
+        trained = STATE_BYTES[dtype] * self.parameters
+        return trained + VALUE_BYTES[dtype] * self.frozen_parameters
+
+
+def frozen_copies(lora: Lora | None, *, device: str, ranks: int) -> int:
+    """Copies of the model's own weights that do not train, in the memory of the trainer's device.
+
+    A merged version is beside the base model while it is written: one rank makes it on its device,
+    of several the first gathers it in host memory.
+
+    Args:
+        lora: The run's adapters; None if the model trains.
+        device: Of the trainer.
+        ranks: Its processes.
+    """
+    if lora is None:
+        return 0
+    is_beside = device == "cpu" or ranks == 1
+    return 2 if is_beside and not publishes_adapters(lora) else 1
 
 
 def trainer_device(*, engines: int, gpus: int, ranks: int) -> Literal["cpu", "cuda"]:
@@ -66,8 +90,7 @@ def memory_budget_bytes(
         dtype: Of the model.
         usual_bytes: The configuration's default.
     """
-    state_bytes = STATE_BYTES[dtype] * memory.parameters
-    state_bytes += VALUE_BYTES[dtype] * memory.frozen_parameters
+    state_bytes = memory.state_bytes(dtype)
     if device == "cpu":
         left = min(usual_bytes, (int(HOST_SHARE * memory.free_bytes) - state_bytes) // ranks)
     else:

@@ -42,6 +42,8 @@ def _model(report: PlanReport) -> Iterator[str]:
     yield _row("type", f"{model.model_type}, {model.layers} layers")
     active = f", {model.active_parameters / 1e9:.2f} x 10^9 for a token" if model.experts else ""
     yield _row("parameters", f"{model.parameters:,}{active}")
+    if model.adapters:
+        yield _row("of adapters, which alone train", f"{model.adapters:,}")
 
 
 def _trainer(plan: RunPlan) -> Iterator[str]:

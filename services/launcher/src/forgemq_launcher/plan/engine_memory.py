@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from forgemq_contracts.lane_engines import EngineShape, LaneEngines, shapes_of
+from forgemq_contracts.lora import publishes_adapters
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.trainer_plan import PlannedModel
 from forgemq_launcher.plan.machines import Gpu
@@ -16,6 +17,8 @@ from forgemq_launcher.plan.machines import Gpu
 MIB = 1 << 20
 VALUE_BYTES = 2
 """Engines on GPUs compute in bfloat16, whatever the trainer does."""
+ADAPTERS_HELD = 2
+"""Places for adapters in an engine: it loads a version beside the one that it serves."""
 FP8_BLOCK_BYTES = 1 + 4 / (128 * 128)
 """Of a weight in 8 bits with a float32 scale for each block of 128 x 128."""
 
@@ -51,25 +54,19 @@ def engine_memory(
     lanes: Sequence[LaneEngines] = configuration.lanes or (
         LaneEngines(count=configuration.log.lanes),
     )
-    is_quantised = configuration.model.engine_quantization != "none"
-    return tuple(
-        _of_lane(
-            lane,
-            model,
-            gpu,
-            is_quantised=is_quantised,
-            context=configuration.model.context_tokens_max,
-        )
-        for lane in lanes
-    )
+    return tuple(_of_lane(lane, configuration, model, gpu) for lane in lanes)
 
 
 def _of_lane(
-    lane: LaneEngines, model: PlannedModel, gpu: Gpu, *, is_quantised: bool, context: int
+    lane: LaneEngines, configuration: RunConfiguration, model: PlannedModel, gpu: Gpu
 ) -> EngineMemory:
     shapes = shapes_of(lane)
     shape = shapes[-1]  # Of a pair the decode engine, which holds the context to its end.
+    is_quantised = configuration.model.engine_quantization != "none"
     weights = weight_bytes(model, shape, is_quantised=is_quantised)
+    if publishes_adapters(configuration.lora):
+        # At most: of some factors each GPU of an engine holds a part.
+        weights += ADAPTERS_HELD * model.adapters * VALUE_BYTES
     reserved = reserved_bytes(gpu.memory_bytes, shape)
     attending = shape.tensor_parallel // shape.attention_data_parallel
     # Fewer key heads than GPUs are there several times.
@@ -85,7 +82,7 @@ def _of_lane(
         reserved_bytes=reserved,
         key_bytes_per_token=key_bytes,
         cached_tokens=tokens,
-        episodes=tokens // context,
+        episodes=tokens // configuration.model.context_tokens_max,
     )
 
 

@@ -2,9 +2,10 @@
 
 from msgspec import Struct
 
+from forgemq_contracts.lora import publishes_adapters
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.trainer_plan import PlannedModel
-from forgemq_launcher.core.trainer_place import STATE_BYTES
+from forgemq_launcher.core.trainer_place import Memory, frozen_copies
 from forgemq_launcher.plan.engine_memory import FP8_BLOCK_BYTES
 
 WEIGHTS_KEPT_MIN = 4
@@ -65,27 +66,41 @@ def host_memory(
     """
     trainer, dtype = configuration.trainer, configuration.model.dtype
     value_bytes = VALUE_BYTES[dtype]
-    parameters = model.parameters
     weights = published_bytes(configuration, model)
     # AdamW's two moments, and masters if the model is narrower than they are.
-    optimizer = parameters * (2 * WIDE_BYTES + (WIDE_BYTES if value_bytes < WIDE_BYTES else 0))
-    own = 0 if has_gpu else STATE_BYTES[dtype] * parameters * ranks // trainer.world_size
+    optimizer = model.trained * (2 * WIDE_BYTES + (WIDE_BYTES if value_bytes < WIDE_BYTES else 0))
+    memory = memory_of(configuration, model, free_bytes=0, has_gpu=has_gpu)
+    own = 0 if has_gpu else memory.state_bytes(dtype) * ranks // trainer.world_size
+    gathered = weights if publishes_adapters(configuration.lora) else weights_bytes(model, dtype)
     budget = 0 if has_gpu else trainer.memory_budget_bytes * ranks
     kept = max(WEIGHTS_KEPT_MIN, trainer.checkpoints_kept)
-    checkpoint = parameters * value_bytes + optimizer
+    checkpoint = model.trained * value_bytes + optimizer
     return HostMemory(
         ranks=ranks,
         loading_bytes=_loading_bytes(configuration, model, ranks=ranks) + own,
-        # The first rank gathers the weights; each writes its own state, one tensor at a time.
-        saving_bytes=weights_bytes(model, dtype)
-        + _one_tensor_bytes(model, WIDE_BYTES)
-        + own
-        + budget,
+        # The first rank gathers what is published; each writes its state, one tensor at a time.
+        saving_bytes=gathered + _one_tensor_bytes(model, WIDE_BYTES) + own + budget,
         services_bytes=SERVICES_BYTES,
         weights_bytes=weights,
         checkpoint_bytes=checkpoint,
         disk_bytes=(kept + 1) * weights + (trainer.checkpoints_kept + 1) * checkpoint,
         log_bytes=kept_bytes * trainer.steps,
+    )
+
+
+def memory_of(
+    configuration: RunConfiguration, model: PlannedModel, *, free_bytes: int, has_gpu: bool
+) -> Memory:
+    """What of the model trains, and what is frozen, on a device with so much free memory."""
+    copies = frozen_copies(
+        configuration.lora,
+        device="cuda" if has_gpu else "cpu",
+        ranks=configuration.trainer.world_size,
+    )
+    return Memory(
+        free_bytes=free_bytes,
+        parameters=model.trained,
+        frozen_parameters=copies * model.parameters,
     )
 
 
@@ -108,6 +123,8 @@ def weights_bytes(model: PlannedModel, dtype: str) -> int:
 def published_bytes(configuration: RunConfiguration, model: PlannedModel) -> int:
     """Bytes of one version of the weights as engines load them."""
     value_bytes = VALUE_BYTES[configuration.model.dtype]
+    if publishes_adapters(configuration.lora):
+        return model.adapters * value_bytes
     if configuration.model.engine_quantization == "none":
         return weights_bytes(model, configuration.model.dtype)
     projections = model.attention + model.mlp + model.experts

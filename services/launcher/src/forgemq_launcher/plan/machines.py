@@ -72,6 +72,13 @@ GPUS: Mapping[str, Gpu] = {
 
 CPU = "cpu"
 
+UTILISATION = 0.5
+"""What the trainer reached of an H200's peak with torch's attention kernels (docs/tree_training.md,
+On a GPU); with flash-attn-4 it was 0.57. Engines' prefill has not been measured."""
+
+BANDWIDTH_SHARE = 0.7
+"""Assumed, not measured."""
+
 
 class Machines(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a run is planned for.

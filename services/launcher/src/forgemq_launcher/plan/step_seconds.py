@@ -81,7 +81,7 @@ def step_seconds(planned: Planned, machines: Machines, gpu: Gpu) -> StepSeconds:
     gathered = gathered_bytes(model, planned.step, dtype=dtype, ranks=ranks)
     own = (ranks - 1) / ranks
     # Weights, masters, gradients and moments are read, and all but the gradients written.
-    state = STATE_BYTES[dtype] * model.parameters / ranks
+    state = STATE_BYTES[dtype] * model.trained / ranks
     batch = decode_batch(planned)
     prefill, decode = _rollout(planned, machines, gpu, batch=batch)
     return StepSeconds(
@@ -99,8 +99,8 @@ def step_seconds(planned: Planned, machines: Machines, gpu: Gpu) -> StepSeconds:
 
 def gathered_bytes(model: PlannedModel, step: PlannedStep, *, dtype: str, ranks: int) -> int:
     """Bytes that a rank exchanges for shards: weights at each pass, gradients at each backward."""
-    weights = model.parameters * VALUE_BYTES[dtype]
-    gradients = model.parameters * WIDE_BYTES
+    weights = (model.parameters + model.adapters) * VALUE_BYTES[dtype]
+    gradients = model.trained * WIDE_BYTES
     passes = (step.forwards + step.backwards) * weights + step.backwards * gradients
     return passes * (ranks - 1) // ranks
 

@@ -4,13 +4,8 @@ from msgspec import Struct
 
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.trainer_plan import PlannedModel
-from forgemq_launcher.core.trainer_place import (
-    GPU_SHARE,
-    STATE_BYTES,
-    Memory,
-    memory_budget_bytes,
-)
-from forgemq_launcher.plan.host_memory import VALUE_BYTES, WIDE_BYTES
+from forgemq_launcher.core.trainer_place import GPU_SHARE, memory_budget_bytes
+from forgemq_launcher.plan.host_memory import VALUE_BYTES, WIDE_BYTES, memory_of
 from forgemq_launcher.plan.machines import Machines
 
 GATHERED_LAYERS = 2
@@ -61,8 +56,9 @@ def trainer_memory(
     trainer, dtype = configuration.trainer, configuration.model.dtype
     gpu = machines.device
     free_bytes = machines.host_bytes if gpu is None else gpu.memory_bytes
+    memory = memory_of(configuration, model, free_bytes=free_bytes, has_gpu=gpu is not None)
     found = memory_budget_bytes(
-        Memory(free_bytes=free_bytes, parameters=model.parameters),
+        memory,
         device="cpu" if gpu is None else "cuda",
         ranks=trainer.world_size,
         dtype=dtype,
@@ -73,7 +69,7 @@ def trainer_memory(
         ranks=trainer.world_size,
         device=machines.gpu,
         device_bytes=free_bytes,
-        state_bytes=STATE_BYTES[dtype] * model.parameters // trainer.world_size,
+        state_bytes=memory.state_bytes(dtype) // trainer.world_size,
         reference_bytes=model.parameters * VALUE_BYTES[dtype] if has_reference else 0,
         gathered_bytes=_gathered_bytes(model, dtype) if trainer.world_size > 1 else 0,
         spare_bytes=0 if gpu is None else free_bytes - int(GPU_SHARE * free_bytes),
@@ -86,5 +82,5 @@ def _gathered_bytes(model: PlannedModel, dtype: str) -> int:
     """Most bytes of whole parameters and gradients that a rank holds beside its part."""
     value_bytes = VALUE_BYTES[dtype]
     layers = GATHERED_LAYERS * model.layer_max * value_bytes
-    gradients = model.layer_max * (value_bytes + WIDE_BYTES)
+    gradients = model.layer_trained * (value_bytes + WIDE_BYTES)
     return layers + gradients + model.embedding * value_bytes

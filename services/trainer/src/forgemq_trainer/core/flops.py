@@ -76,6 +76,19 @@ def flops(
     )
 
 
+def forward_of(cost: Flops, shape: ModelShape) -> Flops:
+    """The part of these operations that a forward is."""
+    weights, head = 2 / 6, 2 / 8
+    if shape.adapters is not None:
+        own, added = layer_weights(shape), shape.layers * shape.adapters.parameters
+        weights, head = (2 * own + 2 * added) / (4 * own + 6 * added), 2 / 6
+    return Flops(
+        weights=cost.weights * weights,
+        attention=cost.attention * 4 / 14,
+        head=cost.head * head,
+    )
+
+
 def layer_weights(shape: ModelShape) -> int:
     """Weights of all layers that a token uses: projections, MLPs or chosen experts, routers."""
     parts, hidden = shape.parts, shape.hidden

@@ -10,7 +10,7 @@ import msgspec
 
 from forgemq_contracts.trainer_plan import PlannedGroup, PlannedStep
 from forgemq_trainer.core.assignment import OwnRound, Round, SharedRound, plan_rounds
-from forgemq_trainer.core.flops import Flops, flops_of_tree
+from forgemq_trainer.core.flops import Flops, flops_of_tree, forward_of
 from forgemq_trainer.core.memory import Microbatch, ModelShape
 from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.tree import Forest
@@ -129,31 +129,30 @@ def _slowest(
 ) -> float:
     if isinstance(planned, SharedRound):
         cost = flops[planned.group]
-        return (cost.total + _second_forward(cost, len(planned.blocks))) / world_size
+        again = _second_forward(cost, len(planned.blocks), shape=shape)
+        return (cost.total + again) / world_size
     return max(
         sum(
             flops[group].total
-            + _second_forward(flops[group], len(batch.blocks))
-            + _recomputation(flops[group], share=batch.recomputed_layers / shape.layers)
+            + _second_forward(flops[group], len(batch.blocks), shape=shape)
+            + _recomputation(flops[group], batch.recomputed_layers, shape=shape)
             for group in batch.groups
         )
         for batch in _microbatches(planned)
     )
 
 
-def _recomputation(cost: Flops, *, share: float) -> float:
+def _recomputation(cost: Flops, layers: int, *, shape: ModelShape) -> float:
     """Operations of the layers that run their matrix products again in backward.
 
     Their attention's output is kept on most backends, and the head runs once.
     """
-    return cost.weights * 2 / 6 * share
+    return forward_of(cost, shape).weights * layers / shape.layers
 
 
-def _second_forward(cost: Flops, blocks: int) -> float:
-    """Operations of the further forward of a group in blocks, by the coefficients of `flops`."""
-    if blocks == 1:
-        return 0.0
-    return cost.weights * 2 / 6 + cost.attention * 4 / 14 + cost.head * 2 / 8
+def _second_forward(cost: Flops, blocks: int, *, shape: ModelShape) -> float:
+    """Operations of the further forward of a group in blocks."""
+    return forward_of(cost, shape).total if blocks > 1 else 0.0
 
 
 def _forwards(blocks: int) -> int:
