@@ -66,6 +66,14 @@ TreeTokensMax: TypeAlias = Annotated[
         "None: only the trainer's memory bounds a tree, when it reads it.",
     ),
 ]
+ShardRanks: TypeAlias = Annotated[
+    int,
+    Meta(
+        ge=1,
+        description="Ranks that hold the model's parameters once, each a shard. trainer.world_size "
+        "is a multiple: every further group of so many ranks holds them again. None: all ranks.",
+    ),
+]
 TokenIds: TypeAlias = Annotated[
     bytes, Meta(description="Token ids, little-endian int32, 4 bytes each.")
 ]

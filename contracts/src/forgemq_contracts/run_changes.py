@@ -47,6 +47,7 @@ MAY_CHANGE = (
     "trainer.checkpoints_kept",
     "trainer.head_chunk_tokens",
     "trainer.memory_budget_bytes",
+    "trainer.shard_ranks",
     "trainer.steps",
     "trainer.threads",
     "trainer.world_size",

@@ -11,6 +11,7 @@ from forgemq_contracts.lane_engines import check_lanes, is_paired
 from forgemq_contracts.lora_rules import check_lora
 from forgemq_contracts.loss import check_loss
 from forgemq_contracts.pool import Pool
+from forgemq_contracts.rank_rules import check_ranks
 from forgemq_contracts.rules import check_tree_limit
 from forgemq_contracts.run import (
     ENGINE_QUANTIZATIONS,
@@ -70,6 +71,7 @@ def check(configuration: RunConfiguration) -> None:
     _check_lanes(configuration)
     context_tokens_max = configuration.model.context_tokens_max
     check_tree_limit(configuration.trainer.tree_tokens_max, context_tokens_max=context_tokens_max)
+    check_ranks(configuration.trainer)
     check_loss(configuration.loss)
     _check_distillation(configuration)
     _check_quantization(configuration)

@@ -128,9 +128,14 @@ class PlannedStep(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
         slowest_flops: Of the rank that computes longest, summed over the rounds in which ranks wait
             for one another; with the second forward of blocks and of
             recomputed layers.
-        forwards: Passes over all layers, each of which gathers the weights.
-        backwards: The same; each also reduces the gradients.
-        exchanged_bytes: Keys, values and their gradients that ranks exchange.
+        forwards: Passes over all layers.
+        backwards: The same.
+        kept: What ranks keep between passes: weights include the head, gradients the weights.
+        gathered_bytes: Of shards of weights that a rank sends to others, as all of the following.
+        reduced_bytes: Of gradients, which are summed into shards.
+        replicated_bytes: Of summed shards, which are summed over the replicas of the model.
+        exchanged_bytes: Keys, values, their gradients and log-probabilities of groups that ranks
+            share.
         predicted_bytes: Most bytes at once on a rank, fixed part apart; 0 if ranks share a group.
         refused_step: Why the step's own trees have no plan; "" if they have.
     """
@@ -145,6 +150,10 @@ class PlannedStep(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     slowest_flops: float = 0.0
     forwards: int = 0
     backwards: int = 0
+    kept: Literal["nothing", "head", "weights", "gradients"] = "nothing"
+    gathered_bytes: int = 0
+    reduced_bytes: int = 0
+    replicated_bytes: int = 0
     exchanged_bytes: int = 0
     predicted_bytes: int = 0
     refused_step: str = ""

@@ -85,6 +85,13 @@ def test_a_draft_head_on_several_ranks_is_refused():
         check(run)
 
 
+def test_replicas_of_unequal_numbers_of_ranks_are_refused():
+    check(msgspec.structs.replace(SOUND, trainer=Trainer(steps=1, world_size=6, shard_ranks=3)))
+    run = msgspec.structs.replace(SOUND, trainer=Trainer(steps=1, world_size=6, shard_ranks=4))
+    with pytest.raises(ValueError, match=r"^trainer\.shard_ranks must divide .* got 4 and 6$"):
+        check(run)
+
+
 def test_a_small_model_that_guesses_is_taken_where_a_head_could_not_be_trained():
     small = Speculation(model="m")
     check(msgspec.structs.replace(SOUND, speculation=small, trainer=Trainer(steps=1, world_size=2)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.autojump import pytest_asyncio_loop_factories  # noqa: F401 - a hook
-from tests.unit.trainer.rank_scene import RankPair
+from tests.unit.trainer.rank_scene import RankPair, RankProcesses
 
 sys.path.append(str(Path(__file__).parents[3] / "loadtests"))
 
@@ -27,3 +27,11 @@ def rank_pair() -> Iterator[RankPair]:
     pair = RankPair()
     yield pair
     pair.close()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankProcesses]:
+    """Four ranks on the CPU, with gloo; they start with the first test that uses them."""
+    ranks = RankProcesses(world=4)
+    yield ranks
+    ranks.close()

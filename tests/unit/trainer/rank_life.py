@@ -12,6 +12,7 @@ import torch
 
 from forgemq_contracts import topics
 from forgemq_contracts.lora import Lora
+from forgemq_contracts.loss import Loss
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import TrainedStep, TrainingMetrics
 from forgemq_contracts.trees import MergedTree
@@ -33,6 +34,8 @@ from tests.unit.trainer.scene import (
     scheduled_step,
 )
 
+PLAIN = Loss()
+
 
 @dataclass(frozen=True)
 class Life:
@@ -45,6 +48,8 @@ class Life:
         is_routed: True if the trees have expert routes.
         rollouts: Of each group.
         lora: Adapters that train in place of all weights.
+        shard_ranks: That hold the model once, if there are several ranks; None for all.
+        loss: Of the run.
     """
 
     folder: Path
@@ -53,12 +58,18 @@ class Life:
     is_routed: bool = False
     rollouts: int = 3
     lora: Lora | None = None
+    shard_ranks: int | None = None
+    loss: Loss = PLAIN
 
     def configuration(self, *, world_size: int) -> RunConfiguration:
         """The run's configuration."""
-        configuration = configuration_of(self.folder / "base", world_size=world_size)
+        configuration = configuration_of(
+            self.folder / "base",
+            world_size=world_size,
+            shard_ranks=self.shard_ranks if world_size > 1 else None,
+        )
         model = msgspec.structs.replace(configuration.model, dtype=self.dtype)
-        return msgspec.structs.replace(configuration, model=model, lora=self.lora)
+        return msgspec.structs.replace(configuration, model=model, lora=self.lora, loss=self.loss)
 
     def trees(self, step: int) -> list[MergedTree]:
         """Trees of the step's groups, the same in every life."""

@@ -4,18 +4,27 @@ from dataclasses import replace
 
 import pytest
 
+from forgemq_trainer.core.assignment import SharedRound, plan_rounds
 from forgemq_trainer.core.flops import flops_of_tree, layer_weights
 from forgemq_trainer.core.low_rank import AdapterShape
 from forgemq_trainer.core.planned_step import Ranks, planned_group, planned_step
+from forgemq_trainer.core.traffic import GatheredValues, RankGrid
 from forgemq_trainer.core.tree import Forest
 from tests.unit.trainer.scene import SHAPE, line_of
 
 TREES = (line_of(1000), line_of(700), line_of(700))
 
 
-def _ranks(world_size: int, *, tokens: int) -> Ranks:
-    budget = SHAPE.block_bytes(tokens, chunk=8, is_carried=False)
-    return Ranks(world_size=world_size, budget_bytes=budget, head_chunk=8)
+VALUES = GatheredValues(layers=6000, root=300, head=200, trained=6500)
+
+
+def _ranks(ranks: int, *, tokens: int, replicas: int = 1, room_bytes: int = 0) -> Ranks:
+    return Ranks(
+        grid=RankGrid(shards=ranks // replicas, replicas=replicas),
+        values=VALUES,
+        budget_bytes=SHAPE.block_bytes(tokens, chunk=8, is_carried=False) + room_bytes,
+        head_chunk=8,
+    )
 
 
 def _flops(*trees: Forest) -> float:
@@ -69,10 +78,54 @@ def test_shared_groups_exchange_keys_in_each_forward_and_sum_their_gradients():
     step = planned_step(TREES[:1], shape=SHAPE, ranks=_ranks(2, tokens=500))
     assert (step.forwards, step.backwards) == (4, 2)
     # Keys and values of 2 layers in float32.
-    assert step.exchanged_bytes == 1000 * 2 * 2 * SHAPE.key_size * (2 * 4 + 4)
+    (shared,) = plan_rounds(
+        TREES[:1],
+        shape=SHAPE,
+        world_size=2,
+        budget_bytes=_ranks(2, tokens=500).budget_bytes,
+        head_chunk=8,
+    )
+    assert isinstance(shared, SharedRound)
+    # Each sends its longest range to the other, and half of its entries' two values, twice.
+    sent = sum(max(end - start for start, end in ranges) for ranges in shared.blocks)
+    entries = TREES[0].entry_count
+    assert step.exchanged_bytes == sent * 2 * 2 * SHAPE.key_size * (2 * 4 + 4) + 2 * 4 * entries
     cost = flops_of_tree(SHAPE, TREES[0])
     again = cost.weights / 3 + cost.attention * 2 / 7 + cost.head / 4
     assert step.slowest_flops == pytest.approx((cost.total + again) / 2)
+
+
+def test_replicas_gather_less_and_sum_their_shards_once():
+    """Two rounds of own microbatches, each of which gathers all layers twice."""
+    whole = planned_step(TREES * 2, shape=SHAPE, ranks=_ranks(4, tokens=1000))
+    halves = planned_step(TREES * 2, shape=SHAPE, ranks=_ranks(4, tokens=1000, replicas=2))
+    assert (whole.forwards, whole.kept, halves.kept) == (2, "nothing", "nothing")
+    gathered = 4 * (4 * 6000 + 2 * 300 + 2 * 200)
+    assert (whole.gathered_bytes, halves.gathered_bytes) == (gathered * 3 // 4, gathered // 2)
+    assert (whole.reduced_bytes, halves.reduced_bytes) == (2 * 4 * 6500 * 3 // 4, 2 * 4 * 6500 // 2)
+    assert (whole.replicated_bytes, halves.replicated_bytes) == (0, 4 * 6500 // 2)
+
+
+@pytest.mark.parametrize(
+    ("room_bytes", "kept", "gathers", "reductions"),
+    [
+        (4 * 200 - 1, "nothing", (4, 2, 2), 2),
+        (4 * 200, "head", (4, 2, 1), 2),
+        (4 * 6500, "weights", (1, 1, 1), 2),
+        (8 * 6500, "gradients", (1, 1, 1), 1),
+    ],
+)
+def test_what_the_budget_has_room_for_is_kept_between_passes(
+    room_bytes: int, kept: str, gathers: tuple[int, int, int], reductions: int
+):
+    """Two trees of 1000 tokens on each rank, of which one fits at once."""
+    trees, ranks = TREES[:1] * 4, _ranks(2, tokens=1000, room_bytes=room_bytes)
+    step = planned_step(trees, shape=SHAPE, ranks=ranks)
+    assert (step.kept, step.forwards, step.backwards) == (kept, 2, 2)
+    values = (VALUES.layers, VALUES.root, VALUES.head)
+    gathered = sum(count * each for count, each in zip(gathers, values, strict=True))
+    assert step.gathered_bytes == 4 * gathered // 2
+    assert step.reduced_bytes == reductions * 4 * VALUES.total // 2
 
 
 def test_a_group_without_a_plan_says_why():

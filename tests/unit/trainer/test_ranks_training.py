@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forgemq_contracts import topics
+from forgemq_contracts.loss import Loss
 from forgemq_trainer.fast_path import FastPaths
 from forgemq_trainer.ranks.alone import ALONE, AnyRanks
 from forgemq_trainer.ranks.command_loop import carry_out_commands
@@ -93,6 +94,32 @@ def test_weights_and_optimizer_state_of_two_ranks_are_those_of_one(
             assert torch.equal(weights[name], state[f"{name}|master"].bfloat16()), name
 
 
+@pytest.mark.parametrize("shard_ranks", [1, 2])
+def test_ranks_near_a_reference_write_what_one_writes_each_value_once(
+    tmp_path: Path, rank_pair: RankPair, shard_ranks: int
+) -> None:
+    loss = Loss(reference_weight=20.0)
+    two, one = (
+        Life(tmp_path / name, STEPS[:2], shard_ranks=shard_ranks, loss=loss)
+        for name in ("two", "one")
+    )
+    for life in (two, one):
+        save_base(life.folder / "base")
+    found, expected = rank_pair.run(live, two)[0], live(ALONE, one)
+    assert [step.kl_reference for step in found] == pytest.approx(
+        [step.kl_reference for step in expected], rel=1e-3, abs=1e-9
+    )
+    assert found[1].kl_reference > 1e-6
+    assert _distance(two, one, step=1) <= 1e-4
+    folder = _checkpoint(two, 1).folder
+    parts = [load_file(folder / file) for file in PARTS]
+    state = _state(one, 1)
+    written = sum(tensor.numel() for part in parts for tensor in part.values())
+    assert written == sum(tensor.numel() for tensor in state.values())
+    assert all(sum(t.nbytes for t in part.values()) > 0.4 * 4 * written / 2 for part in parts)
+    assert _state(two, 1).keys() == state.keys()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_two_ranks_continue_to_the_same_bytes(
     tmp_path: Path, rank_pair: RankPair, dtype: str
@@ -106,12 +133,17 @@ def test_two_ranks_continue_to_the_same_bytes(
     assert [_hashes(broken, step) for step in STEPS] == [_hashes(whole, step) for step in STEPS]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "shard_ranks"), [("float32", 2), ("bfloat16", 2), ("bfloat16", 1)]
+)
 def test_the_number_of_ranks_may_change_between_two_lives(
-    tmp_path: Path, rank_pair: RankPair, dtype: str
+    tmp_path: Path, rank_pair: RankPair, dtype: str, shard_ranks: int
 ) -> None:
     """One rank, two, one: restored state is equal to the byte, later steps within rounding."""
-    alone, changing = (Life(tmp_path / name, STEPS, dtype) for name in ("alone", "changing"))
+    alone, changing = (
+        Life(tmp_path / name, STEPS, dtype, shard_ranks=shard_ranks)
+        for name in ("alone", "changing")
+    )
     for life in (alone, changing):
         save_base(life.folder / "base")
     expected = live(ALONE, alone)

@@ -1,4 +1,4 @@
-"""Two ranks take the updates of one, also anchored at the step's beginning, in float64."""
+"""Several ranks take the updates of one, also anchored at the step's beginning, in float64."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +19,19 @@ from forgemq_trainer.core.rounds import (
     values_of,
 )
 from forgemq_trainer.core.step import EntryValues, Objective, merged
+from forgemq_trainer.core.traffic import Kept, passes_of
 from forgemq_trainer.core.tree import Floats, Forest, read_tree
 from forgemq_trainer.model import LoadedModel, prepare
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.ranks.sharded_updater import ShardedUpdater
-from forgemq_trainer.ranks.sharding import FsdpShards, reshard, shard, whole_state
+from forgemq_trainer.ranks.sharding import FsdpShards, shard, whole_state
 from forgemq_trainer.step_updates import StepUpdates, TakenUpdates, TrainedModel
-from tests.unit.trainer.rank_scene import START_DEADLINE_S, WORK_DEADLINE_S, RankPair
+from tests.unit.trainer.rank_scene import (
+    START_DEADLINE_S,
+    WORK_DEADLINE_S,
+    RankPair,
+    RankProcesses,
+)
 from tests.unit.trainer.scene import (
     agent_samples,
     make_model,
@@ -44,10 +50,10 @@ class RankModel:
     """One rank's shard of a tiny model in float64, as `StepUpdates` uses it."""
 
     def __init__(self, ranks: Ranks, whole: LoadedModel, *, is_shared: bool) -> None:
-        """Keep a shard of the model, which is the same on every rank."""
+        """Keep a shard of the model, which is the same on every rank, as the ranks are divided."""
         self._ranks, self._is_shared = ranks, is_shared
         loaded = shard(whole, ranks=ranks, dtype=torch.float64)
-        self.module, self.policy = loaded.model, loaded.policy
+        self.module, self.policy, self._gathering = loaded.model, loaded.policy, loaded.gathering
         shards = FsdpShards(ranks, dtype=torch.float64)
         self.updater = ShardedUpdater(self.module, OPTIMIZER, shards=shards)
 
@@ -58,7 +64,7 @@ class RankModel:
         rounds = plan_rounds(
             forests,
             shape=shape,
-            world_size=2,
+            world_size=self._ranks.world_size,
             budget_bytes=shared_bytes if self._is_shared else 10**9,
             head_chunk=CHUNK,
         )
@@ -72,16 +78,16 @@ class RankModel:
     def read_forests(self, forests: Sequence[Forest]) -> list[Floats]:
         """Log-probabilities of every forest."""
         rounds = self._rounds(forests)
-        read = read_rounds(self.policy, forests, rounds, peers=self._ranks, head_chunk=CHUNK)
-        reshard(self.policy.decoder)
-        return read
+        with self._gathering.reading(Kept.WEIGHTS):
+            return read_rounds(self.policy, forests, rounds, peers=self._ranks, head_chunk=CHUNK)
 
     def forward_backward(self, objective: Objective) -> EntryValues:
         """Add this rank's gradients."""
         rounds = self._rounds(objective.forests)
-        own = forward_backward_rounds(
-            self.policy, objective, rounds, peers=self._ranks, head_chunk=CHUNK
-        )
+        with self._gathering.update(Kept.WEIGHTS, backwards=passes_of(rounds).backwards):
+            own = forward_backward_rounds(
+                self.policy, objective, rounds, peers=self._ranks, head_chunk=CHUNK
+            )
         parts = self._ranks.gather_bytes(values_bytes(own))
         return merged([values_of(part) for part in parts]) if parts else own
 
@@ -102,14 +108,16 @@ def begun(model: TrainedModel, configuration: RunConfiguration) -> StepUpdates:
     return updates
 
 
-def _of_two(
-    ranks: Ranks, configuration: RunConfiguration, is_shared: bool
+def _of_rank(
+    ranks: Ranks, configuration: RunConfiguration, is_shared: bool, shards: int
 ) -> tuple[TakenUpdates, dict[str, torch.Tensor]]:
-    """What the ranks did, and whole weights after it, on rank 0."""
+    """What the ranks did, and whole weights after it, of this rank's replica."""
+    ranks.divide(shards)
     whole = prepare(make_model("qwen3", torch.float64))
     model = RankModel(ranks, whole, is_shared=is_shared)
     taken = begun(model, configuration).take(lr=OPTIMIZER.lr)
-    state = whole_state(model.module, dtype=torch.float64, is_kept=ranks.rank == 0)
+    state = whole_state(model.module, dtype=torch.float64, is_kept=True)
+    ranks.divide(ranks.world_size)
     return taken, {name: tensor.clone() for name, tensor in state.items()}
 
 
@@ -122,9 +130,28 @@ def _of_two(
 def test_two_ranks_take_the_updates_of_one(
     tmp_path: Path, rank_pair: RankPair, loss: Loss, is_shared: bool
 ) -> None:
+    _check(tmp_path, rank_pair, loss, is_shared=is_shared, shards=2)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_replicas_of_ranks_take_the_updates_of_one(
+    tmp_path: Path, four_ranks: RankProcesses, shards: int
+) -> None:
+    loss = Loss(kind="ppo_clip", anchor="step_start")
+    results = _check(tmp_path, four_ranks, loss, is_shared=shards == 2, shards=shards)
+    first = results[0][1]
+    for _, weights in results[1:]:
+        assert all(torch.equal(weights[name], first[name]) for name in first)
+
+
+def _check(
+    tmp_path: Path, ranks: RankProcesses, loss: Loss, *, is_shared: bool, shards: int
+) -> list[tuple[TakenUpdates, dict[str, torch.Tensor]]]:
+    """Check the ranks' updates against those of one; returns what each rank saw."""
     base = save_base(tmp_path / "base")
     configuration = exact_configuration(base, FOUR, loss)
-    taken, weights = rank_pair.run(_of_two, configuration, is_shared)[0]
+    results = ranks.run(_of_rank, configuration, is_shared, shards)
+    taken, weights = results[0]
     one = exact_model(base, configuration)
     expected = begun(one, configuration).take(lr=OPTIMIZER.lr)
     for name, parameter in one.module.named_parameters():
@@ -137,3 +164,4 @@ def test_two_ranks_take_the_updates_of_one(
     ours, theirs = taken.values.is_limited_E, expected.values.is_limited_E
     assert ours.sum() == theirs.sum()
     assert 0 < ours.sum() < len(ours) or loss.anchor == "behaviour"
+    return results

@@ -14,7 +14,6 @@ from forgemq_contracts import topics
 from forgemq_contracts.loss import Loss
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import TrainingMetrics
-from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.core.memory import Microbatch
 from forgemq_trainer.core.precision import make_precise
@@ -136,12 +135,6 @@ def test_a_run_starts_at_its_reference_and_stays_nearer_to_it(tmp_path: Path) ->
     base = prepare(make_model("qwen3", torch.float32)).model
     start = torch.cat([p.detach().reshape(-1) for p in base.parameters()])
     assert (weights - start).norm() < (free_weights - start).norm()
-
-
-def test_several_ranks_with_a_reference_are_refused_by_name(tmp_path: Path) -> None:
-    configuration = configuration_of(save_base(tmp_path / "base"), world_size=2)
-    with pytest.raises(SettingsError, match=r"loss\.reference_weight above 0 needs trainer\.world"):
-        Training(msgspec.structs.replace(configuration, loss=NEAR), device="cpu", checkpoint=None)
 
 
 def test_a_reference_adds_the_k3_estimate_and_a_missing_one_adds_0() -> None:

@@ -1,12 +1,15 @@
-"""Sizes of a model, from its configuration in transformers."""
+"""Sizes of a model, from its configuration in transformers or from its modules."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from forgemq_trainer.core.layer_parts import NORMS_KEPT, LatentShape, LayerParts, Windows
 from forgemq_trainer.core.memory import ModelShape
+from forgemq_trainer.core.traffic import GatheredValues
 
 SIGMOID_ROUTERS = ("deepseek_v3", "glm4_moe", "minimax_m2")
 HEAD_NORMS = ("gemma3_text", "minimax_m2", "qwen3", "qwen3_moe")
@@ -112,3 +115,22 @@ def expert_count(config: object) -> int:
         if count := getattr(config, name, None):
             return int(count)
     return 0
+
+
+def gathered_values(model: Any, *, shards: int) -> GatheredValues:  # noqa: ANN401  # transformers' model
+    """Values of a model's parameters as ranks gather them, each in shards of equal rows."""
+    decoder = model.get_decoder()
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+
+    def count(parameters: Iterable[nn.Parameter]) -> int:
+        return sum(
+            math.prod((-(-len(each) // shards) * shards, *each.shape[1:])) for each in parameters
+        )
+
+    layers = count(decoder.layers.parameters())
+    return GatheredValues(
+        layers=layers,
+        root=count(decoder.parameters()) - layers,
+        head=0 if head.weight is embedding.weight else count(head.parameters()),
+        trained=count(each for each in model.parameters() if each.requires_grad),
+    )

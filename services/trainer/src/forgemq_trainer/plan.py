@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import set_verbosity_error
 
 from forgemq_contracts.lora import Lora
+from forgemq_contracts.rank_rules import shard_ranks_of
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.topics import MERGED_TREES, decode
 from forgemq_contracts.trainer_plan import (
@@ -35,11 +36,17 @@ from forgemq_trainer.core.attention.gpu_attention import GpuAttention
 from forgemq_trainer.core.low_rank import AdapterShape, add_adapters
 from forgemq_trainer.core.memory import ModelShape, least_budget_bytes
 from forgemq_trainer.core.planned_step import Ranks, planned_group, planned_step
+from forgemq_trainer.core.traffic import GatheredValues, RankGrid
 from forgemq_trainer.core.tree import Forest, InvalidTreeError, read_tree
 from forgemq_trainer.families import check_head_size, check_supported
 from forgemq_trainer.model import DTYPES
-from forgemq_trainer.model_sizes import expert_count, head_size_of, key_heads_of, model_shape
-from forgemq_trainer.start_checks import check_reference
+from forgemq_trainer.model_sizes import (
+    expert_count,
+    gathered_values,
+    head_size_of,
+    key_heads_of,
+    model_shape,
+)
 
 _PARTS = {
     ".embed_tokens.": "embedding",
@@ -90,7 +97,7 @@ def sizes_of(config: Any, lora: Lora | None = None) -> PlannedModel:  # noqa: AN
     Raises:
         SettingsError: the model has no layer of a target.
     """
-    model = _model_without_memory(config)
+    model = model_without_memory(config)
     counts = dict.fromkeys({*_PARTS.values()}, 0)
     layers: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -115,7 +122,8 @@ def sizes_of(config: Any, lora: Lora | None = None) -> PlannedModel:  # noqa: AN
     )
 
 
-def _model_without_memory(config: Any) -> nn.Module:  # noqa: ANN401
+def model_without_memory(config: Any) -> nn.Module:  # noqa: ANN401
+    """Transformers' model of this configuration, whose parameters have sizes and no memory."""
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model
@@ -146,10 +154,13 @@ def step_of(config: Any, asked: AskedStep) -> PlannedStep:  # noqa: ANN401
     """
     run = asked.configuration
     check_supported(config)
-    check_reference(run)
     shape = shape_of(config, run, device=asked.device)
     ranks = Ranks(
-        world_size=run.trainer.world_size,
+        grid=RankGrid(
+            shards=shard_ranks_of(run.trainer),
+            replicas=run.trainer.world_size // shard_ranks_of(run.trainer),
+        ),
+        values=_values_of(config, run),
         budget_bytes=run.trainer.memory_budget_bytes,
         head_chunk=run.trainer.head_chunk_tokens,
     )
@@ -167,6 +178,13 @@ def step_of(config: Any, asked: AskedStep) -> PlannedStep:  # noqa: ANN401
     )
 
 
+def _values_of(config: Any, run: RunConfiguration) -> GatheredValues:  # noqa: ANN401
+    model = model_without_memory(config)
+    if run.lora is not None:
+        _adapters_of(model, run.lora)
+    return gathered_values(model, shards=shard_ranks_of(run.trainer))
+
+
 def shape_of(config: Any, run: RunConfiguration, *, device: str) -> ModelShape:  # noqa: ANN401
     """The shape that a trainer on this device has for its plans.
 
@@ -176,7 +194,7 @@ def shape_of(config: Any, run: RunConfiguration, *, device: str) -> ModelShape: 
     """
     shape = model_shape(config, dtype=DTYPES[run.model.dtype])
     if run.lora is not None:
-        shape = replace(shape, adapters=_adapters_of(_model_without_memory(config), run.lora))
+        shape = replace(shape, adapters=_adapters_of(model_without_memory(config), run.lora))
     head_size = head_size_of(config)
     check_head_size(head_size, device=device)
     if device == "cpu":

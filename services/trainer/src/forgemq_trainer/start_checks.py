@@ -1,4 +1,4 @@
-"""What a run's configuration has to allow before it trains: its memory, reference and loss."""
+"""What a run's configuration has to allow before it trains: its memory and loss."""
 
 import importlib
 from typing import cast
@@ -26,16 +26,6 @@ def check_budget(configuration: RunConfiguration, policy: PolicyModel) -> None:
             f"model.context_tokens_max = {context_tokens_max} tokens needs {least}: raise the one "
             "or lower the other"
         )
-
-
-def check_reference(configuration: RunConfiguration) -> None:
-    """Refuse a reference where no rank holds a whole model.
-
-    Raises:
-        SettingsError: Names both fields.
-    """
-    if configuration.loss.reference_weight and configuration.trainer.world_size > 1:
-        raise SettingsError("loss.reference_weight above 0 needs trainer.world_size 1")
 
 
 def loss_of(configuration: RunConfiguration) -> LossFunction:

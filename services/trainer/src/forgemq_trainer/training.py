@@ -40,7 +40,7 @@ from forgemq_trainer.heap import keep_freed_memory
 from forgemq_trainer.ranks import commands
 from forgemq_trainer.ranks.alone import ALONE, Alone, AnyRanks
 from forgemq_trainer.ranks.sharded_model import ShardedModel
-from forgemq_trainer.start_checks import check_budget, check_reference, loss_of
+from forgemq_trainer.start_checks import check_budget, loss_of
 from forgemq_trainer.step_updates import StepUpdates, TakenUpdates
 from forgemq_trainer.storage.checkpoint import Checkpoint
 from forgemq_trainer.version_saving import VersionSaving
@@ -111,7 +111,6 @@ class Training:
             keep_freed_memory()
         # Loading may draw random numbers; a checkpoint's state replaces this below.
         torch.manual_seed(configuration.seed)
-        check_reference(configuration)
         self._ranks = ranks
         self._configuration = configuration
         self._device = torch.device(device)

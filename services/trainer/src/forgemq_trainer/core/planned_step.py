@@ -9,10 +9,19 @@ from dataclasses import dataclass
 import msgspec
 
 from forgemq_contracts.trainer_plan import PlannedGroup, PlannedStep
-from forgemq_trainer.core.assignment import OwnRound, Round, SharedRound, plan_rounds
+from forgemq_trainer.core.assignment import OwnRound, Round, SharedRound
 from forgemq_trainer.core.flops import Flops, flops_of_tree, forward_of
 from forgemq_trainer.core.memory import Microbatch, ModelShape
 from forgemq_trainer.core.microbatches import plan_step
+from forgemq_trainer.core.traffic import (
+    GatheredValues,
+    Kept,
+    RankGrid,
+    Traffic,
+    UpdatePlan,
+    passes_of,
+    plan_update,
+)
 from forgemq_trainer.core.tree import Forest
 
 
@@ -21,12 +30,14 @@ class Ranks:
     """The trainer's processes.
 
     Attributes:
-        world_size: How many.
+        grid: How many, and how they hold the model.
+        values: The model's parameters, as they are gathered.
         budget_bytes: Of each, for activations, keys, values and their gradients.
         head_chunk: Rows of logits in memory at once.
     """
 
-    world_size: int
+    grid: RankGrid
+    values: GatheredValues
     budget_bytes: int
     head_chunk: int
 
@@ -35,7 +46,7 @@ def planned_group(forest: Forest, *, shape: ModelShape, ranks: Ranks) -> Planned
     """How a group trains alone; without a plan it says why there is none."""
     tokens = forest.token_count
     try:
-        (planned,) = _rounds([forest], shape=shape, ranks=ranks)
+        (planned,) = _planned([forest], shape=shape, ranks=ranks).rounds
     except ValueError as error:
         return PlannedGroup(tokens=tokens, way="none", refusal=str(error))
     if isinstance(planned, SharedRound):
@@ -72,33 +83,36 @@ def planned_step(forests: Sequence[Forest], *, shape: ModelShape, ranks: Ranks) 
         flops=sum(cost.total for cost in flops),
     )
     try:
-        rounds = _rounds(forests, shape=shape, ranks=ranks)
+        update = _planned(forests, shape=shape, ranks=ranks)
     except ValueError as error:
         return msgspec.structs.replace(plan, refused_step=str(error))
-    shared = [each for each in rounds if isinstance(each, SharedRound)]
+    rounds, traffic = update.rounds, update.traffic
     batches = [batch for each in rounds for batch in _microbatches(each)]
-    passes = [_block_count(each) for each in rounds]
+    passes = passes_of(rounds)
+    is_shared = any(isinstance(each, SharedRound) for each in rounds)
     return msgspec.structs.replace(
         plan,
         slowest_flops=sum(
-            _slowest(each, flops, shape=shape, world_size=ranks.world_size) for each in rounds
+            _slowest(each, flops, shape=shape, world_size=ranks.grid.ranks) for each in rounds
         ),
-        # A run in several blocks goes forward once for all log-probabilities, and again.
-        forwards=sum(count * _forwards(count) for count in passes),
-        backwards=sum(passes),
-        exchanged_bytes=sum(
-            _exchanged_bytes(forests[each.group], each, shape=shape) for each in shared
-        ),
-        predicted_bytes=0 if shared else max((b.predicted_bytes for b in batches), default=0),
+        forwards=passes.forwards,
+        backwards=passes.backwards,
+        kept=update.kept.name.lower(),
+        gathered_bytes=traffic.gathered,
+        reduced_bytes=traffic.reduced,
+        replicated_bytes=traffic.replicated,
+        exchanged_bytes=traffic.exchanged,
+        predicted_bytes=0 if is_shared else max((b.predicted_bytes for b in batches), default=0),
     )
 
 
-def _rounds(forests: Sequence[Forest], *, shape: ModelShape, ranks: Ranks) -> tuple[Round, ...]:
-    if ranks.world_size > 1:
-        return plan_rounds(
+def _planned(forests: Sequence[Forest], *, shape: ModelShape, ranks: Ranks) -> UpdatePlan:
+    if ranks.grid.ranks > 1:
+        return plan_update(
             forests,
             shape=shape,
-            world_size=ranks.world_size,
+            values=ranks.values,
+            grid=ranks.grid,
             budget_bytes=ranks.budget_bytes,
             head_chunk=ranks.head_chunk,
         )
@@ -109,7 +123,8 @@ def _rounds(forests: Sequence[Forest], *, shape: ModelShape, ranks: Ranks) -> tu
         head_chunk=ranks.head_chunk,
         carried="path",
     )
-    return tuple(OwnRound(microbatch_of_rank=(batch,)) for batch in alone)
+    rounds = tuple(OwnRound(microbatch_of_rank=(batch,)) for batch in alone)
+    return UpdatePlan(rounds=rounds, kept=Kept.NOTHING, traffic=Traffic())
 
 
 def _microbatches(planned: Round) -> tuple[Microbatch, ...]:
@@ -118,23 +133,16 @@ def _microbatches(planned: Round) -> tuple[Microbatch, ...]:
     return tuple(batch for batch in planned.microbatch_of_rank if batch is not None)
 
 
-def _block_count(planned: Round) -> int:
-    if isinstance(planned, SharedRound):
-        return len(planned.blocks)
-    return max(len(batch.blocks) for batch in _microbatches(planned))
-
-
 def _slowest(
     planned: Round, flops: Sequence[Flops], *, shape: ModelShape, world_size: int
 ) -> float:
     if isinstance(planned, SharedRound):
         cost = flops[planned.group]
-        again = _second_forward(cost, len(planned.blocks), shape=shape)
-        return (cost.total + again) / world_size
+        return (cost.total + forward_of(cost, shape).total) / world_size
     return max(
         sum(
             flops[group].total
-            + _second_forward(flops[group], len(batch.blocks), shape=shape)
+            + (forward_of(flops[group], shape).total if len(batch.blocks) > 1 else 0.0)
             + _recomputation(flops[group], batch.recomputed_layers, shape=shape)
             for group in batch.groups
         )
@@ -150,18 +158,3 @@ def _recomputation(cost: Flops, layers: int, *, shape: ModelShape) -> float:
     return forward_of(cost, shape).weights * layers / shape.layers
 
 
-def _second_forward(cost: Flops, blocks: int, *, shape: ModelShape) -> float:
-    """Operations of the further forward of a group in blocks."""
-    return forward_of(cost, shape).total if blocks > 1 else 0.0
-
-
-def _forwards(blocks: int) -> int:
-    """How often each of so many blocks goes forward."""
-    return 1 if blocks == 1 else 2
-
-
-def _exchanged_bytes(forest: Forest, planned: SharedRound, *, shape: ModelShape) -> int:
-    """Of a shared group: keys and values in every forward, and the sums of their gradients."""
-    values = _forwards(len(planned.blocks)) * shape.value_bytes
-    of_token = 2 * shape.layers * shape.key_size * (values + shape.wide_bytes)
-    return forest.token_count * of_token

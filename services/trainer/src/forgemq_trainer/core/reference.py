@@ -29,8 +29,17 @@ def with_references(
         microbatches: Of the step; each runs as the training forward does, in the same memory.
         head_chunk: Rows of logits that exist at once.
     """
-    routeless = [_without_expert_routes(forest) for forest in forests]
-    read = read_forests(reference, routeless, microbatches, head_chunk=head_chunk)
+    read = read_forests(reference, routeless(forests), microbatches, head_chunk=head_chunk)
+    return filled(forests, read)
+
+
+def routeless(forests: Sequence[Forest]) -> list[Forest]:
+    """The forests as a reference reads them, without the expert routes of the policy's engine."""
+    return [_without_expert_routes(forest) for forest in forests]
+
+
+def filled(forests: Sequence[Forest], read: Sequence[Floats]) -> tuple[Forest, ...]:
+    """The forests with what a reference read of them; recorded log-probabilities stay."""
     return tuple(
         replace(
             forest,

@@ -16,10 +16,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from forgemq_settings.environment import SettingsError
+from forgemq_trainer.core.traffic import RankGrid
 from forgemq_trainer.ranks.commands import Command, decode, encode
+from forgemq_trainer.ranks.shard_mesh import ShardMesh
 
 IDLE_MAX = timedelta(days=30)
 """How long other ranks wait for a command of rank 0: longer than any pause of a run. They need no
@@ -153,10 +154,30 @@ class Ranks:
         self._control = _group(backend="gloo", timeout=IDLE_MAX)
         self._records = _group(backend="gloo", timeout=deadline)
         self._saving = _group(backend="gloo", timeout=IDLE_MAX)
-        self.mesh = DeviceMesh("cuda" if is_gpu else "cpu", list(range(launch.world_size)))
         # Not the default group: FSDP issues its gathers there from other streams, and NCCL may
         # deadlock if the ranks' calls on one group come in different orders.
         self._exchange = _group(timeout=deadline)
+        self._meshes: dict[int, ShardMesh] = {}
+        self.mesh = self.divide(launch.world_size)
+
+    def divide(self, shard_ranks: int) -> ShardMesh:
+        """From now on let so many ranks hold the model once; collective.
+
+        Before the first call all ranks do.
+
+        Args:
+            shard_ranks: Divides the number of ranks.
+        """
+        if shard_ranks not in self._meshes:
+            self._meshes[shard_ranks] = ShardMesh(
+                RankGrid(shards=shard_ranks, replicas=self.world_size // shard_ranks),
+                rank=self.rank,
+                device_type=self.device.type,
+                timeout=timedelta(seconds=self._deadline_s),
+                exchange=self._exchange,
+            )
+        self.mesh = self._meshes[shard_ranks]
+        return self.mesh
 
     @property
     def rank(self) -> int:

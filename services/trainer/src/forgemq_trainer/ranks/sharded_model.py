@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from forgemq_contracts.lora import publishes_adapters
+from forgemq_contracts.rank_rules import shard_ranks_of
 from forgemq_contracts.run import RunConfiguration
-from forgemq_trainer.core.assignment import Round, plan_rounds
+from forgemq_trainer.core.assignment import Round
 from forgemq_trainer.core.low_rank import merge_factors
 from forgemq_trainer.core.microbatches import plan_step
-from forgemq_trainer.core.reference import read_logprobs
+from forgemq_trainer.core.reference import filled, read_logprobs, routeless
 from forgemq_trainer.core.rounds import (
     forward_backward_rounds,
     read_rounds,
@@ -19,15 +20,17 @@ from forgemq_trainer.core.rounds import (
     values_of,
 )
 from forgemq_trainer.core.step import EntryValues, Objective, merged
+from forgemq_trainer.core.traffic import Kept, UpdatePlan, passes_of, plan_update
 from forgemq_trainer.core.tree import Floats, Forest
 from forgemq_trainer.loading import fill, fill_adapters
-from forgemq_trainer.model import DTYPES, LoadedModel, load_empty, with_adapters
+from forgemq_trainer.model import DTYPES, load_empty, with_adapters
+from forgemq_trainer.model_sizes import gathered_values
 from forgemq_trainer.ranks.part_saving import PartSaving
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.ranks.sharded_updater import ShardedUpdater
 from forgemq_trainer.ranks.sharding import (
     FsdpShards,
-    reshard,
+    ShardedPolicy,
     shard,
     whole_factors,
     whole_state,
@@ -54,9 +57,11 @@ class ShardedModel:
         self._trainer = configuration.trainer
         self._lora = configuration.lora
         self._dtype = DTYPES[configuration.model.dtype]
-        loaded = _load_shard(configuration, checkpoint, ranks=ranks, device=device)
-        self.module = loaded.model
-        self.policy = loaded.policy
+        ranks.divide(shard_ranks_of(configuration.trainer))
+        self._sharded = _load_shard(configuration, checkpoint, ranks=ranks, device=device)
+        self.module, self.policy = self._sharded.model, self._sharded.policy
+        self._values = gathered_values(self.module, shards=ranks.mesh.grid.shards)
+        self._reference = _load_reference(configuration, ranks=ranks, device=device)
         shards = FsdpShards(ranks, dtype=self._dtype)
         self.updater = ShardedUpdater(self.module, configuration.optimizer, shards=shards)
         self._random_state = torch.empty(0)
@@ -68,31 +73,39 @@ class ShardedModel:
         Returns:
             On rank 0 the values of all entries; on the others those of their own.
         """
-        own = forward_backward_rounds(
-            self.policy,
-            objective,
-            self.plan(objective.forests),
-            peers=self._ranks,
-            head_chunk=self._trainer.head_chunk_tokens,
-        )
+        plan = self._planned(objective.forests)
+        backwards = passes_of(plan.rounds).backwards
+        with self._sharded.gathering.update(plan.kept, backwards=backwards):
+            own = forward_backward_rounds(
+                self.policy,
+                objective,
+                plan.rounds,
+                peers=self._ranks,
+                head_chunk=self._trainer.head_chunk_tokens,
+            )
         everyones = self._ranks.gather_bytes(values_bytes(own))
         return merged([values_of(part) for part in everyones]) if everyones else own
 
     def with_references(self, forests: tuple[Forest, ...]) -> tuple[Forest, ...]:
-        """The forests as they are: a reference is refused on several ranks."""
-        return forests
+        """The forests with the reference's log-probabilities, as they are without a reference."""
+        if self._reference is None:
+            return forests
+        return filled(forests, self._read(self._reference, routeless(forests)))
 
     def read_forests(self, forests: Sequence[Forest]) -> list[Floats]:
         """Log-probability of each entry of each forest, nats, the same on every rank."""
-        read = read_rounds(
-            self.policy,
-            forests,
-            self.plan(forests),
-            peers=self._ranks,
-            head_chunk=self._trainer.head_chunk_tokens,
-        )
-        reshard(self.policy.decoder)
-        return read
+        return self._read(self._sharded, forests)
+
+    def _read(self, sharded: ShardedPolicy, forests: Sequence[Forest]) -> list[Floats]:
+        plan = self._planned(forests)
+        with sharded.gathering.reading(plan.kept):
+            return read_rounds(
+                sharded.policy,
+                forests,
+                plan.rounds,
+                peers=self._ranks,
+                head_chunk=self._trainer.head_chunk_tokens,
+            )
 
     def plan(self, forests: Sequence[Forest]) -> tuple[Round, ...]:
         """The rounds of a step over these trees, the same on every rank.
@@ -100,10 +113,14 @@ class ShardedModel:
         Raises:
             ValueError: The memory budget does not hold the keys and values of a whole tree.
         """
-        return plan_rounds(
+        return self._planned(forests).rounds
+
+    def _planned(self, forests: Sequence[Forest]) -> UpdatePlan:
+        return plan_update(
             forests,
             shape=self.policy.shape,
-            world_size=self._ranks.world_size,
+            values=self._values,
+            grid=self._ranks.mesh.grid,
             budget_bytes=self._trainer.memory_budget_bytes,
             head_chunk=self._trainer.head_chunk_tokens,
         )
@@ -117,11 +134,10 @@ class ShardedModel:
             head_chunk=self._trainer.head_chunk_tokens,
             carried="path",
         )
-        values = read_logprobs(
-            self.policy, forest, microbatch, head_chunk=self._trainer.head_chunk_tokens
-        )
-        reshard(self.policy.decoder)
-        return values
+        with self._sharded.gathering.reading(Kept.NOTHING):
+            return read_logprobs(
+                self.policy, forest, microbatch, head_chunk=self._trainer.head_chunk_tokens
+            )
 
     def begin_optimizer(self, random_state: Tensor) -> None:
         """Let this rank's part of the optimizer's state be written until the next update."""
@@ -147,6 +163,8 @@ class ShardedModel:
 
     def whole_version(self) -> WholeVersion:
         """What is saved of the weights, in host memory of rank 0; empty on the others."""
+        if self._ranks.mesh.replica > 0:
+            return WholeVersion()
         is_kept = self._ranks.rank == 0
         if self._lora is None:
             state = whole_state(self.module, dtype=self._dtype, is_kept=is_kept)
@@ -161,7 +179,7 @@ class ShardedModel:
 
 def _load_shard(
     configuration: RunConfiguration, checkpoint: Checkpoint | None, *, ranks: Ranks, device: str
-) -> LoadedModel:
+) -> ShardedPolicy:
     """This rank's shard of the policy; neither host nor device holds more than it.
 
     What trains has fp32 masters, which are the shards; frozen weights have the model's dtype.
@@ -180,3 +198,18 @@ def _load_shard(
         adapter = None if checkpoint is None else checkpoint.adapter_folder
         fill_adapters(loaded.model, adapter, seed=configuration.seed)
     return loaded
+
+
+def _load_reference(
+    configuration: RunConfiguration, *, ranks: Ranks, device: str
+) -> ShardedPolicy | None:
+    """This rank's shard of the model that the run started from; None without a reference."""
+    if not configuration.loss.reference_weight:
+        return None
+    folder, dtype = Path(configuration.model.path), configuration.model.dtype
+    empty = load_empty(folder, dtype=dtype, device=device)
+    # Without gradients there are no masters, and autograd saves no activations.
+    empty.model.requires_grad_(requires_grad=False)
+    sharded = shard(empty, ranks=ranks, dtype=DTYPES[dtype])
+    fill(sharded.model, folder)
+    return sharded

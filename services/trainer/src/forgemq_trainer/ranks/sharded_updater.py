@@ -2,8 +2,10 @@
 
 The shards are fp32, so they are the master weights too. State has the names that
 `core.optimizer.Updater` uses, and each rank saves its part with its place in the whole, so another
-number of ranks can go on from it.
+number of ranks can go on from it. Replicas hold the same state, and share the saving of it.
 """
+
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -46,7 +48,7 @@ class ShardedUpdater:
         owed = [master.grad for master in self._masters.values() if master.grad is not None]
         # Each rank's norm is of its shards; their squares add up to that of the whole gradient.
         norms = torch.stack([torch.linalg.vector_norm(grad) for grad in owed])
-        norm = self._shards.all_reduce(norms.square().sum()).sqrt()
+        norm = self._shards.sum_shards(norms.square().sum()).sqrt()
         if not bool(norm.isfinite()):
             self._drop_gradients()
             raise NonFiniteGradientError(
@@ -66,9 +68,10 @@ class ShardedUpdater:
             self._masters[name].grad = parameter.grad = None
 
     def parts(self) -> dict[str, StatePart]:
-        """This rank's part of all state by name, in the memory that holds it.
+        """What this rank saves of all state, by name, in the memory that holds it.
 
-        What every rank has, as counts of updates, only rank 0's has.
+        Each value is in the part of one rank. What all ranks have, as counts of updates, is in the
+        parts of the first shard.
         """
         parts: dict[str, StatePart] = {}
         for name, master in self._masters.items():
@@ -86,7 +89,8 @@ class ShardedUpdater:
                         start=own_part(parameter)[1],
                         shape=tuple(parameter.shape),
                     )
-        return parts
+        replica, replicas = self._shards.replica, self._shards.replicas
+        return {name: parts[name] for name in _shares(parts, count=replicas)[replica]}
 
     def restore(self, state: StoredState) -> None:
         """Continue from the state of the same model, saved by any number of ranks.
@@ -108,3 +112,14 @@ class ShardedUpdater:
                 self._adamw.state[master][field] = torch.empty_like(master)
             part = master if field == "master" else self._adamw.state[master][field]
             state.read(key, into=part, start=own_part(parameter)[1])
+
+
+def _shares(parts: Mapping[str, StatePart], *, count: int) -> list[list[str]]:
+    """The parts in shares of about equal bytes, the same on all ranks that have equal parts."""
+    shares: list[list[str]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    for name, part in parts.items():
+        least = sizes.index(min(sizes))
+        shares[least].append(name)
+        sizes[least] += part.tensor.nbytes
+    return shares

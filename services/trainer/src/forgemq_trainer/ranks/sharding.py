@@ -3,32 +3,45 @@
 The shards are the fp32 masters; a bfloat16 model is gathered in bfloat16, and its gradients are
 added up in fp32. Frozen parameters are kept in the model's dtype and have no gradients, so none are
 sent. Gradients are summed over the ranks, not averaged: loss weights already divide by the entries
-of the whole step.
+of the whole step. If there are several replicas of the model (`shard_mesh`), each holds the same
+bytes: gradients are summed over all of them before the update.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from forgemq_trainer.core.low_rank import factors_of
 from forgemq_trainer.loading import allocate
 from forgemq_trainer.model import LoadedModel
+from forgemq_trainer.ranks.gathering import Gathering
 from forgemq_trainer.ranks.ranks import Ranks
+from forgemq_trainer.ranks.sharded_head import ShardedHead
 
 
-def shard(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> LoadedModel:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedPolicy(LoadedModel):
+    """A model of which this rank holds a shard.
+
+    Attributes:
+        gathering: Says what passes over the model keep for one another.
+    """
+
+    gathering: Gathering
+
+
+def shard(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> ShardedPolicy:
     """Spread the model's parameters over the ranks, in place.
 
     Args:
         loaded: The same on every rank, with parameters at least as wide as fp32; frozen ones may
             be of `dtype`. On the meta device they get memory for this rank's part here, which is
             not filled.
-        ranks: All of them.
+        ranks: All of them, divided as they shall hold the model.
         dtype: That the model computes in.
     """
     model, decoder = loaded.model, loaded.policy.decoder
@@ -45,16 +58,12 @@ def shard(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> LoadedMod
     )
     layers: Any = decoder.layers
     for part in (*layers, decoder):
-        fully_shard(part, mesh=ranks.mesh, mp_policy=precision)
+        fully_shard(part, mesh=ranks.mesh.device_mesh, mp_policy=precision)
         assert isinstance(part, FSDPModule)
         # FSDP averages by default; see the module's docstring.
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
-    # The head is no part of the decoder: untied it is sharded here, by rows, and gathered by
-    # `_GatheredHead`; FSDP would gather it for the whole step instead of for its chunk.
-    if not is_tied:
-        shards = distribute_tensor(head.weight.detach(), ranks.mesh, [Shard(0)], src_data_rank=None)
-        head.weight = nn.Parameter(shards, requires_grad=head.weight.requires_grad)
+    sharded_head = None if is_tied else ShardedHead(head, ranks.mesh, dtype=dtype)
     if is_empty:
         allocate(model, device=ranks.device)
     if is_tied:
@@ -64,25 +73,16 @@ def shard(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> LoadedMod
         head_VH=torch.empty((0, hidden), dtype=dtype, device=ranks.device),
         # FSDP keeps the root's own parameters gathered, the embedding among them, until backward
         # is over.
-        gather_head=(lambda: embedding.weight) if is_tied else _gather(head, ranks, dtype=dtype),
+        gather_head=(lambda: embedding.weight) if sharded_head is None else sharded_head.gather,
         shape=replace(loaded.policy.shape, value_bytes=dtype.itemsize, wide_bytes=wide.itemsize),
     )
-    return LoadedModel(model=model, policy=policy)
-
-
-def reshard(decoder: nn.Module) -> None:
-    """Drop what a forward gathered and no backward follows to drop.
-
-    FSDP would take the root's own parameters, the embedding among them, for up to date in the next
-    step, although an update has changed their shards.
-    """
-    for part in decoder.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    return ShardedPolicy(
+        model=model, policy=policy, gathering=Gathering(decoder, sharded_head, ranks.mesh)
+    )
 
 
 def whole_state(model: nn.Module, *, dtype: torch.dtype, is_kept: bool) -> dict[str, Tensor]:
-    """Gather the model's state with every tensor whole, in `dtype`; collective.
+    """Gather the model's state with every tensor whole, in `dtype`; every rank of a replica calls.
 
     Args:
         model: Sharded.
@@ -121,7 +121,8 @@ class FsdpShards:
     def __init__(self, ranks: Ranks, *, dtype: torch.dtype) -> None:
         self._ranks = ranks
         self.are_masters = dtype not in (torch.float32, torch.float64)
-        self.is_first = ranks.rank == 0
+        self.is_first = ranks.mesh.shard == 0
+        self.replica, self.replicas = ranks.mesh.replica, ranks.mesh.grid.replicas
 
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's part of a sharded parameter or gradient; shares its memory."""
@@ -130,50 +131,12 @@ class FsdpShards:
             local = tensor.to_local()
         return local.detach()
 
-    def all_reduce(self, own: Tensor) -> Tensor:
-        """Sum over the ranks; collective."""
-        return self._ranks.all_reduce(own)
+    def sum_shards(self, own: Tensor) -> Tensor:
+        """Sum over the shards, the same bytes on all ranks; collective.
 
-
-def _gather(head: nn.Linear, ranks: Ranks, *, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """A function that gathers the head; backward sums its gradient over the ranks into shards."""
-
-    def gather() -> Tensor:
-        weight = head.weight
-        assert isinstance(weight, DTensor)
-        result: Tensor = _GatheredHead.apply(weight.to_local(), weight.shape[0], ranks, dtype)
-        return result
-
-    return gather
-
-
-class _GatheredHead(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401  # torch's context has no public type
-        local: Tensor,
-        rows: int,
-        ranks: Ranks,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        # As Shard(0) cuts: ceil(rows / ranks) rows each, so the last rank may have fewer, or none.
-        each = -(-rows // ranks.world_size)
-        padded = local.new_zeros((each, local.shape[1]), dtype=dtype)
-        padded[: len(local)] = local
-        ctx.ranks, ctx.each, ctx.own = ranks, each, local
-        return torch.cat(ranks.all_gather(padded))[:rows]
-
-    @staticmethod
-    def backward(
-        ctx: Any,  # noqa: ANN401
-        grad: Tensor,
-    ) -> tuple[Tensor | None, ...]:
-        own: Tensor = ctx.own
-        parts = torch.split(grad.to(own.dtype), ctx.each)
-        padded = []
-        for n in range(ctx.ranks.world_size):
-            part = own.new_zeros((ctx.each, own.shape[1]))
-            if n < len(parts):
-                part[: len(parts[n])] = parts[n]
-            padded.append(part)
-        return ctx.ranks.reduce_scatter(padded)[: len(own)], None, None, None
+        Only one replica's shards count. Each replica's own sum may be made in another order, and
+        replicas must not differ in a bit.
+        """
+        return self._ranks.all_reduce(
+            own if self._ranks.mesh.replica == 0 else torch.zeros_like(own)
+        )

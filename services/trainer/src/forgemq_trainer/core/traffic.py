@@ -1,0 +1,305 @@
+"""What ranks that hold shards send in a step, and what they keep gathered to send less.
+
+A pure function of the step's rounds, the model's sizes and the ranks. R ranks train. Every S of
+them hold the parameters once, in shards; there are M = R / S such replicas of the model.
+
+In a pass forward, layers are gathered one after the other, the embedding with them and the head
+after them. Backward gathers the layers once more, and sums gradients over the S ranks into shards.
+The sums over the replicas are made once, in the last backward of an update. What a rank has room
+for, it keeps between the passes of an update (`Kept`).
+
+A rank sends as much as it receives, as in a ring of n ranks: of a gather, or of a sum of which each
+gets a shard, (n - 1) / n of the whole; of a sum that each gets whole, twice that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from forgemq_trainer.core.assignment import OwnRound, Round, SharedRound, plan_rounds
+from forgemq_trainer.core.memory import ModelShape
+from forgemq_trainer.core.tree import Forest
+
+
+class Kept(IntEnum):
+    """What a rank keeps between the passes of an update; each includes those before it."""
+
+    NOTHING = 0
+    HEAD = 1
+    WEIGHTS = 2
+    GRADIENTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGrid:
+    """How ranks hold a model.
+
+    Attributes:
+        shards: Ranks that hold the parameters once.
+        replicas: Groups of so many ranks.
+    """
+
+    shards: int
+    replicas: int
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.shards * self.replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredValues:
+    """Values of the parameters, by when they are gathered; rows padded to equal shards.
+
+    Attributes:
+        layers: Of all layers.
+        root: Of the decoder besides its layers: the embedding and the last norm.
+        head: 0 if it is tied to the embedding.
+        trained: Of all of these, those with gradients.
+    """
+
+    layers: int
+    root: int
+    head: int
+    trained: int
+
+    @property
+    def total(self) -> int:
+        """Of the model."""
+        return self.layers + self.root + self.head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """How often a rank goes through the model in some rounds.
+
+    Attributes:
+        forwards: With gradient and without.
+        backwards: Each follows a forward with gradient.
+    """
+
+    forwards: int
+    backwards: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes that a rank sends, which are as many as it receives.
+
+    Attributes:
+        gathered: Of shards of parameters, so that others hold them whole.
+        reduced: Of gradients, to be summed into shards.
+        replicated: Of summed shards, to be summed over the replicas.
+        exchanged: Of groups that ranks run together: keys, values, their gradients, and
+            log-probabilities.
+    """
+
+    gathered: int = 0
+    reduced: int = 0
+    replicated: int = 0
+    exchanged: int = 0
+
+    @property
+    def total(self) -> int:
+        """Sum of the four."""
+        return self.gathered + self.reduced + self.replicated + self.exchanged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdatePlan:
+    """How ranks compute the gradients of an update.
+
+    Attributes:
+        rounds: In order.
+        kept: Between the passes of these rounds.
+        traffic: Of a rank.
+    """
+
+    rounds: tuple[Round, ...]
+    kept: Kept
+    traffic: Traffic
+
+
+def plan_update(
+    forests: Sequence[Forest],
+    *,
+    shape: ModelShape,
+    values: GatheredValues,
+    grid: RankGrid,
+    budget_bytes: int,
+    head_chunk: int,
+) -> UpdatePlan:
+    """The plan that sends least, of those in which no group is computed again for it.
+
+    What is kept takes its bytes from the budget. Example: a model of 2 GB that runs three
+    microbatches of 20 GB in a budget of 50 GB is gathered once. If the groups were recomputed in
+    48 GB but not in 50, it would be gathered in every pass.
+
+    Args:
+        forests: One for each group of the update.
+        shape: The model's sizes.
+        values: The model's parameters.
+        grid: The ranks.
+        budget_bytes: Of each rank.
+        head_chunk: Rows of logits that exist at once.
+
+    Raises:
+        ValueError: the budget is below the least that a group needs.
+    """
+    best: UpdatePlan | None = None
+    usual: dict[int, tuple[int, int]] = {}
+    for kept in Kept:
+        try:
+            rounds = plan_rounds(
+                forests,
+                shape=shape,
+                world_size=grid.ranks,
+                budget_bytes=budget_bytes - kept_bytes(kept, values=values, shape=shape),
+                head_chunk=head_chunk,
+            )
+        except ValueError:
+            if best is None:
+                raise
+            return best
+        plan = UpdatePlan(
+            rounds=rounds,
+            kept=kept,
+            traffic=update_traffic(
+                rounds, forests, shape=shape, values=values, grid=grid, kept=kept
+            ),
+        )
+        if best is None:
+            best, usual = plan, _ways(rounds)
+        elif _ways(rounds) != usual:
+            return best
+        elif plan.traffic.total < best.traffic.total:
+            best = plan
+    assert best is not None, "nothing kept is a plan, or an error"
+    return best
+
+
+def kept_bytes(kept: Kept, *, values: GatheredValues, shape: ModelShape) -> int:
+    """Bytes of each rank for what it keeps, beside its shard."""
+    weights = {Kept.NOTHING: 0, Kept.HEAD: values.head}.get(kept, values.total)
+    gradients = values.trained if kept == Kept.GRADIENTS else 0
+    return weights * shape.value_bytes + gradients * shape.wide_bytes
+
+
+def passes_of(rounds: Sequence[Round]) -> Passes:
+    """How often each rank goes through the model in these rounds."""
+    forwards = backwards = 0
+    for planned in rounds:
+        blocks = block_count(planned)
+        # Before its backward, a group in blocks or of several ranks runs once without gradient.
+        is_read_first = isinstance(planned, SharedRound) or blocks > 1
+        forwards += (1 + is_read_first) * blocks
+        backwards += blocks
+    return Passes(forwards=forwards, backwards=backwards)
+
+
+def block_count(planned: Round) -> int:
+    """Blocks that follow one another in a round."""
+    if isinstance(planned, SharedRound):
+        return len(planned.blocks)
+    return max(len(batch.blocks) for batch in planned.microbatch_of_rank if batch is not None)
+
+
+def update_traffic(
+    rounds: Sequence[Round],
+    forests: Sequence[Forest],
+    *,
+    shape: ModelShape,
+    values: GatheredValues,
+    grid: RankGrid,
+    kept: Kept,
+) -> Traffic:
+    """What a rank sends for the gradients of an update."""
+    passes = passes_of(rounds)
+    if not passes.backwards:
+        return Traffic()
+    whole = _gathered_values(
+        values,
+        kept=kept,
+        layers=passes.forwards + passes.backwards,
+        root=passes.backwards,
+        head=passes.forwards,
+    )
+    reductions = 1 if kept >= Kept.GRADIENTS else passes.backwards
+    return Traffic(
+        gathered=_share(whole * shape.value_bytes, ranks=grid.shards),
+        reduced=_share(reductions * values.trained * shape.wide_bytes, ranks=grid.shards),
+        replicated=2 * _share(values.trained * shape.wide_bytes, ranks=grid.replicas) // grid.shards,
+        exchanged=sum(
+            exchanged_bytes(planned, forests[planned.group], shape=shape, is_trained=True)
+            for planned in rounds
+            if isinstance(planned, SharedRound)
+        ),
+    )
+
+
+def reading_traffic(
+    rounds: Sequence[Round],
+    forests: Sequence[Forest],
+    *,
+    shape: ModelShape,
+    values: GatheredValues,
+    grid: RankGrid,
+    kept: Kept,
+) -> Traffic:
+    """What a rank sends to read log-probabilities, of the policy or of a reference."""
+    forwards = sum(map(block_count, rounds))
+    whole = _gathered_values(values, kept=kept, layers=forwards, root=1, head=forwards)
+    entries = sum(forest.entry_count for forest in forests)
+    return Traffic(
+        gathered=_share(whole * shape.value_bytes, ranks=grid.shards) if forwards else 0,
+        exchanged=2 * _share(entries * 8, ranks=grid.ranks)
+        + sum(
+            exchanged_bytes(planned, forests[planned.group], shape=shape, is_trained=False)
+            for planned in rounds
+            if isinstance(planned, SharedRound)
+        ),
+    )
+
+
+def exchanged_bytes(
+    planned: SharedRound, forest: Forest, *, shape: ModelShape, is_trained: bool
+) -> int:
+    """What a rank sends of a group that all ranks run: gathers are of equal ranges, so padded."""
+    of_token = 2 * shape.layers * shape.key_size
+    sent = sum(
+        (len(ranges) - 1) * max(end - start for start, end in ranges) for ranges in planned.blocks
+    )
+    gradients = shape.wide_bytes if is_trained else 0
+    keys = sent * of_token * ((1 + is_trained) * shape.value_bytes + gradients)
+    ranks = len(planned.blocks[0])
+    # Log-probabilities and entropies of all entries, each from one of the ranks.
+    return keys + 2 * 2 * _share(forest.entry_count * shape.wide_bytes, ranks=ranks)
+
+
+def _gathered_values(
+    values: GatheredValues, *, kept: Kept, layers: int, root: int, head: int
+) -> int:
+    """Values that are gathered if each part is gathered so often, unless it is kept."""
+    if kept >= Kept.WEIGHTS:
+        layers = root = 1
+    if kept >= Kept.HEAD:
+        head = 1
+    return layers * values.layers + root * values.root + head * values.head
+
+
+def _share(whole: int, *, ranks: int) -> int:
+    """What each of so many ranks sends of a gather of `whole`, or of its sum into shards."""
+    return whole * (ranks - 1) // ranks
+
+
+def _ways(rounds: Sequence[Round]) -> dict[int, tuple[int, int]]:
+    """By group, its recomputed layers, and its blocks if ranks share it: what is computed again."""
+    ways: dict[int, tuple[int, int]] = {}
+    for planned in rounds:
+        if isinstance(planned, OwnRound):
+            for batch in filter(None, planned.microbatch_of_rank):
+                ways |= dict.fromkeys(batch.groups, (batch.recomputed_layers, 0))
+        else:
+            ways[planned.group] = (0, len(planned.blocks))
+    return ways

@@ -1,0 +1,255 @@
+"""Ranks that hold the model in shards, once or several times, compute the gradients of one.
+
+Whatever they keep gathered between passes, and with a reference that is in shards too. What they
+send is counted, and is what the formula says.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forgemq_contracts.loss import Loss
+from forgemq_trainer.core.assignment import OwnRound, Round, SharedRound, plan_rounds
+from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.core.memory import BLOCK_TOKENS_MIN, ModelShape
+from forgemq_trainer.core.microbatches import plan_step
+from forgemq_trainer.core.reference import filled, routeless, with_references
+from forgemq_trainer.core.rounds import forward_backward_rounds, read_rounds
+from forgemq_trainer.core.step import Objective, forward_backward, group_loss_weights
+from forgemq_trainer.core.traffic import Kept, passes_of, reading_traffic, update_traffic
+from forgemq_trainer.core.tree import Forest, read_tree
+from forgemq_trainer.model import prepare
+from forgemq_trainer.model_sizes import gathered_values
+from forgemq_trainer.ranks.ranks import Ranks
+from forgemq_trainer.ranks.sharding import ShardedPolicy, shard
+from tests.unit.trainer.rank_scene import START_DEADLINE_S, WORK_DEADLINE_S, RankPair, RankProcesses
+from tests.unit.trainer.scene import agent_samples, make_model, merge
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(START_DEADLINE_S + 2 * WORK_DEADLINE_S)]
+
+CHUNK = 8
+Gradients = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One update of a tiny model in float64.
+
+    Attributes:
+        world: Number of ranks.
+        shards: Of them that hold the model once.
+        is_shared: True if the largest groups do not fit one rank; else each rank runs its own.
+        kind: Of the model; 63 rows of embedding and head make shards of two sizes.
+        is_tied: True if the head's weights are the embedding's.
+        has_reference: True if the loss has a KL to another model.
+    """
+
+    world: int
+    shards: int
+    is_shared: bool
+    kind: str = "qwen3"
+    is_tied: bool = False
+    has_reference: bool = False
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an update gave: gradients by parameter, and bytes sent as counted and by formula."""
+
+    gradients: Gradients
+    sent: tuple[float, float]
+
+
+class _Sent(TorchDispatchMode):
+    """Counts the bytes that this rank sends in collectives, each made in a ring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent_bytes = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name = str(func)
+        if name.startswith("c10d."):
+            group = next(each for each in args if isinstance(each, torch.ScriptObject))
+            size = ProcessGroup.unbox(group).size()
+            whole, times = {
+                "c10d._allgather_base_.default": (args[0], 1),
+                "c10d.allgather_.default": (args[0], 1),
+                "c10d._reduce_scatter_base_.default": (args[1], 1),
+                "c10d.reduce_scatter_.default": (args[1], 1),
+                "c10d.allreduce_.default": (args[0], 2),
+            }[name]
+            self.sent_bytes += times * _bytes(whole) * (size - 1) / size
+        return func(*args, **(kwargs or {}))
+
+
+def _bytes(tensors: Any) -> int:
+    if isinstance(tensors, torch.Tensor):
+        return tensors.nbytes
+    return sum(map(_bytes, tensors))
+
+
+def _forests(case: Case) -> tuple[Forest, ...]:
+    """A small group, and two that need all ranks, or five that do not fit side by side."""
+    generator = np.random.default_rng(4)
+    large = {"rollouts": 8, "is_stripped": True} if case.is_shared else {"rollouts": 4}
+    groups = [agent_samples(generator, turns=4, **large) for _ in range(2 if case.is_shared else 5)]
+    groups += [agent_samples(generator, rollouts=2, turns=1)]
+    return tuple(read_tree(merge(samples, f"g-{n}")) for n, samples in enumerate(groups))
+
+
+def _model(case: Case) -> nn.Module:
+    model = make_model(case.kind, torch.float64, vocab_size=63, tie_word_embeddings=case.is_tied)
+    if case.kind == "qwen3_moe":
+        model.set_experts_implementation("eager")  # The grouped kernel has no float64.
+    return model
+
+
+def _reference(case: Case) -> nn.Module:
+    model = _model(case)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    return model.requires_grad_(requires_grad=False)
+
+
+def _objective(case: Case, forests: Sequence[Forest]) -> Objective:
+    loss = Loss(reference_weight=0.3 if case.has_reference else 0.0)
+    return Objective(
+        forests=forests,
+        loss_weights=group_loss_weights(forests, loss=loss),
+        loss=loss_function(loss),
+    )
+
+
+def _rounds(case: Case, forests: Sequence[Forest], shape: ModelShape) -> tuple[Round, ...]:
+    """Two own rounds; or one, and groups in blocks. Ranks are idle in the last own round."""
+    largest = max(forest.token_count for forest in forests)
+    budget = shape.block_bytes(largest, chunk=CHUNK, is_carried=False)
+    if case.is_shared:
+        blocks = shape.block_bytes(BLOCK_TOKENS_MIN, chunk=CHUNK, is_carried=True)
+        budget = blocks + largest * shape.carry_bytes_per_token
+    rounds = plan_rounds(
+        forests, shape=shape, world_size=case.world, budget_bytes=budget, head_chunk=CHUNK
+    )
+    own = [planned for planned in rounds if isinstance(planned, OwnRound)]
+    shared = [planned for planned in rounds if isinstance(planned, SharedRound)]
+    assert len(own) == (1 if case.is_shared else 2)
+    assert [len(planned.blocks) > 1 for planned in shared] == [True] * 2 * case.is_shared
+    return rounds
+
+
+@contextmanager
+def _divided(ranks: Ranks, shards: int) -> Iterator[None]:
+    """The ranks are those of other tests too."""
+    ranks.divide(shards)
+    yield
+    ranks.divide(ranks.world_size)
+
+
+def _sharded(model: nn.Module, ranks: Ranks) -> ShardedPolicy:
+    return shard(prepare(model), ranks=ranks, dtype=torch.float64)
+
+
+def _of_rank(ranks: Ranks, case: Case) -> dict[str, Seen]:
+    """The same update with everything that may be kept, and a reading of the reference."""
+    with _divided(ranks, case.shards):
+        model, forests = _model(case), _forests(case)
+        sharded = _sharded(model, ranks)
+        shape, grid = sharded.policy.shape, ranks.mesh.grid
+        values = gathered_values(model, shards=case.shards)
+        rounds = _rounds(case, forests, shape)
+        sizes: Any = {"shape": shape, "values": values, "grid": grid}
+        seen = {}
+        if case.has_reference:
+            reference = _sharded(_reference(case), ranks)
+            for kept in Kept:
+                with _Sent() as sent, reference.gathering.reading(kept):
+                    read = read_rounds(
+                        reference.policy, routeless(forests), rounds, peers=ranks, head_chunk=CHUNK
+                    )
+                expected = reading_traffic(rounds, forests, kept=kept, **sizes).total
+                seen[f"read, kept {kept.name}"] = Seen({}, (sent.sent_bytes, expected))
+            forests = filled(forests, read)
+        for kept in Kept:
+            backwards = passes_of(rounds).backwards
+            with _Sent() as sent, sharded.gathering.update(kept, backwards=backwards):
+                forward_backward_rounds(
+                    sharded.policy,
+                    _objective(case, forests),
+                    rounds,
+                    peers=ranks,
+                    head_chunk=CHUNK,
+                )
+            expected = update_traffic(rounds, forests, kept=kept, **sizes).total
+            seen[kept.name] = Seen(_taken(model), (sent.sent_bytes, expected))
+        return seen
+
+
+def _taken(model: nn.Module) -> Gradients:
+    """The whole gradients, which are dropped."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor), name
+        gradients[name], parameter.grad = parameter.grad.full_tensor(), None
+    return gradients
+
+
+def _alone(case: Case) -> Gradients:
+    model, forests = _model(case), _forests(case)
+    policy = prepare(model).policy
+    microbatches = plan_step(forests, shape=policy.shape, budget_bytes=10**9, head_chunk=CHUNK)
+    if case.has_reference:
+        reference = prepare(_reference(case)).policy
+        forests = with_references(reference, forests, microbatches, head_chunk=CHUNK)
+    forward_backward(policy, _objective(case, forests), microbatches, head_chunk=CHUNK)
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+CASES = [
+    *(Case(4, 2, is_shared, has_reference=near) for is_shared in (False, True) for near in (0, 1)),
+    *(Case(4, shards, True, has_reference=True) for shards in (1, 4)),
+    *(Case(2, shards, True, has_reference=True) for shards in (1, 2)),
+    *(Case(4, 2, False, kind, is_tied=True) for kind in ("llama", "qwen3_moe")),
+]
+
+
+def _name(case: Case) -> str:
+    parts = [case.kind, f"{case.world // case.shards} replicas of {case.shards}"]
+    parts += ["shared" if case.is_shared else "own", "tied" if case.is_tied else ""]
+    parts += ["reference" if case.has_reference else ""]
+    return "-".join(filter(None, parts))
+
+
+@pytest.mark.parametrize("case", CASES, ids=_name)
+def test_gradients_are_those_of_one_rank_and_bytes_those_of_the_formula(
+    case: Case, rank_pair: RankPair, four_ranks: RankProcesses
+) -> None:
+    results = (rank_pair if case.world == 2 else four_ranks).run(_of_rank, case)
+    expected = _alone(case)
+    floor = 1e-3 * max(gradient.norm() for gradient in expected.values())
+    for name, seen in results[0].items():
+        assert seen.sent[0] == pytest.approx(seen.sent[1], abs=8), name
+        for parameter, gradient in seen.gradients.items():
+            wanted = expected[parameter]
+            worst = (gradient - wanted).norm() / torch.maximum(wanted.norm(), floor)
+            assert float(worst) <= 1e-12, f"{name}: {parameter}"
+        # Replicas and shards agree to the bit: all of them take the same update.
+        for other in results[1:]:
+            for parameter, gradient in other[name].gradients.items():
+                assert torch.equal(gradient, seen.gradients[parameter]), f"{name}: {parameter}"
+    updates = [results[0][kept.name].sent[0] for kept in Kept]
+    assert updates == sorted(updates, reverse=True)
+    # A rank that holds the whole model has only the sums over the replicas to send, and keys.
+    assert (updates[-1] < updates[0]) == (case.shards > 1)
