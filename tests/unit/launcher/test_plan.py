@@ -12,7 +12,7 @@ from rich.console import Console
 
 from forgemq_contracts.lane_engines import LaneEngines
 from forgemq_contracts.lora import Lora
-from forgemq_contracts.trainer_plan import AskedModel, PlannedModel, PlannedStep, RefusedPlan
+from forgemq_contracts.trainer_plan import AskedModel, PlannedModel, RefusedPlan
 from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.core.configuration import configuration, document
 from forgemq_launcher.placement import adapter_parameters_of, parameters_of
@@ -23,7 +23,6 @@ from forgemq_launcher.plan.group_trees import largest_tree, usual_tree
 from forgemq_launcher.plan.log_bytes import step_bytes
 from forgemq_launcher.plan.machines import GPUS, Machines
 from forgemq_launcher.plan.run_plan import PlannedRun, plan_of
-from forgemq_launcher.plan.step_seconds import gathered_bytes
 from forgemq_trainer.core.tree import read_tree
 from forgemq_trainer.plan import answer
 from tests.small_run import small_run
@@ -169,13 +168,6 @@ def test_an_engine_keeps_what_weights_and_graphs_leave():
     assert (engine.lanes, engine.gpus) == (2, 1)
 
 
-def test_ranks_gather_weights_in_each_pass_and_reduce_gradients_in_each_backward():
-    step = PlannedStep(forwards=4, backwards=3)
-    size = gathered_bytes(SIZES, step, dtype="bfloat16", ranks=4)
-    assert size == SIZES.parameters * (7 * 2 + 3 * 4) * 3 // 4
-    assert gathered_bytes(SIZES, step, dtype="bfloat16", ranks=1) == 0
-
-
 @pytest.mark.parametrize(
     ("publish", "copies", "published"), [("adapter", 1, 0), ("merged", 2, 681_024)]
 )
@@ -202,10 +194,6 @@ def test_of_a_run_with_adapters_they_alone_have_a_state_beside_the_frozen_model(
     assert engine.weight_bytes == 2 * (681_024 + (0 if published else 2 * adapters))
     assert plan.seconds is not None
     assert plan.seconds.update_s == pytest.approx(2 * 16 * adapters / (0.7 * 3.35e12))
-    sizes = msgspec.structs.replace(SIZES, adapters=50)
-    step = PlannedStep(forwards=4, backwards=3)
-    found = gathered_bytes(sizes, step, dtype="bfloat16", ranks=4)
-    assert found == (7 * 2 * (SIZES.parameters + 50) + 3 * 4 * 50) * 3 // 4
 
 
 def test_a_target_that_the_planned_model_lacks_is_refused_by_name():

@@ -45,11 +45,14 @@ def test_the_trainer_takes_gpus_that_the_engines_leave(
     assert trainer_device(engines=engines, gpus=gpus, ranks=ranks) == expected
 
 
-def _budget(free_gb: float, *, parameters_b: float, device: str, ranks: int = 1) -> float:
+def _budget(
+    free_gb: float, *, parameters_b: float, device: str, ranks: int = 1, replicas: int = 1
+) -> float:
     found = memory_budget_bytes(
         Memory(free_bytes=int(free_gb * 1e9), parameters=int(parameters_b * 1e9)),
         device=device,
         ranks=ranks,
+        shard_ranks=ranks // replicas,
         dtype="bfloat16",
         usual_bytes=USUAL,
     )
@@ -60,12 +63,15 @@ def test_a_gpus_budget_is_what_the_models_state_leaves_of_it_with_a_margin() -> 
     assert _budget(150, parameters_b=4, device="cuda") == 63.0
     assert _budget(150, parameters_b=8, device="cuda", ranks=4) == 99.0
     assert _budget(150, parameters_b=8, device="cuda") == 0.0
+    assert _budget(150, parameters_b=8, device="cuda", ranks=8, replicas=2) == 99.0
 
 
 def test_of_adapters_only_they_have_a_state_beside_the_frozen_weights() -> None:
     """Of 135 GB, 2 bytes of each of 8e9 weights and 18 of each of 0.1e9 are taken."""
     memory = Memory(free_bytes=150 * 10**9, parameters=10**8, frozen_parameters=8 * 10**9)
-    found = memory_budget_bytes(memory, device="cuda", ranks=1, dtype="bfloat16", usual_bytes=USUAL)
+    found = memory_budget_bytes(
+        memory, device="cuda", ranks=1, shard_ranks=1, dtype="bfloat16", usual_bytes=USUAL
+    )
     assert found == 117_200_000_000
     # Ranks of 16 in three layers: 128 wide, 128 of queries, 64 of keys, an MLP of 384.
     wanted = 16 * 3 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 384))
@@ -77,6 +83,8 @@ def test_a_cpus_budget_is_the_usual_one_or_half_of_what_is_free() -> None:
     assert _budget(64, parameters_b=0.001, device="cpu") == 8.0
     assert _budget(10, parameters_b=0.001, device="cpu") == 4.9
     assert _budget(10, parameters_b=0.001, device="cpu", ranks=2) == 2.4
+    # Two replicas hold 18 bytes of each of 0.1e9 parameters twice.
+    assert _budget(10, parameters_b=0.1, device="cpu", ranks=2, replicas=2) == 0.7
 
 
 def test_what_is_named_stays() -> None:

@@ -44,6 +44,7 @@ def budget_of(run: RunConfiguration, size: str) -> int:
         Memory(free_bytes=GPU_FREE_BYTES, parameters=parameters_of(size)),
         device="cuda",
         ranks=run.trainer.world_size,
+        shard_ranks=run.trainer.world_size,
         dtype=run.model.dtype,
         usual_bytes=run.trainer.memory_budget_bytes,
     )

@@ -66,6 +66,15 @@ def test_a_recipes_page_shows_its_plan(file: str, machines: dict[str, Any]):
         ),
         ("qwen3-4b/maths.toml", ("trainer.world_size=1",), {"gpu": "h200"}, ()),
         (
+            "qwen3-4b/maths.toml",
+            ("trainer.shard_ranks=1",),
+            {"gpu": "h100"},
+            (
+                "weights, gradients and moments take 72.4 GB of each of 4 ranks, and there are "
+                "72.0 GB: more ranks (trainer.shard_ranks)",
+            ),
+        ),
+        (
             "qwen3-30b-a3b/maths.toml",
             (),
             {"gpu": "h100"},
@@ -86,6 +95,19 @@ def test_what_does_not_fit_is_said_with_both_numbers(
     for reason in expected:
         assert any(each.startswith(reason) for each in found), found
     assert bool(found) == bool(expected)
+
+
+@pytest.mark.parametrize(("shard_ranks", "is_noted"), [(6, True), (4, False)])
+def test_replicas_that_gather_between_nodes_are_noted(shard_ranks: int, is_noted: bool):
+    changes = ("trainer.world_size=12", f"trainer.shard_ranks={shard_ranks}")
+    report = report_of("qwen3-30b-a3b/maths.toml", *changes, gpu="h200", nodes=2)
+    noted = [note for note in report.notes if "weights are gathered between nodes" in note]
+    assert bool(noted) == is_noted
+    step, model = report.plan.step, report.plan.model
+    # Each rank sums its shard's float32 gradients over the replicas, in a ring.
+    replicas = 12 // shard_ranks
+    sent = 2 * 4 * model.parameters * (replicas - 1) / replicas / shard_ranks
+    assert step.replicated_bytes == pytest.approx(sent, rel=1e-3)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.parent.name + "-" + path.stem)

@@ -8,6 +8,7 @@ import msgspec
 
 from forgemq_contracts.lane_engines import every_lane, gpus_of
 from forgemq_contracts.lora import Lora
+from forgemq_contracts.rank_rules import shard_ranks_of
 from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.core.gpus import visible_gpus
 from forgemq_launcher.core.trainer_place import (
@@ -59,6 +60,7 @@ def with_budget(
         _memory(configuration, free_bytes=free_bytes, device=device),
         device=device,
         ranks=trainer.world_size,
+        shard_ranks=shard_ranks_of(trainer),
         dtype=configuration.model.dtype,
         usual_bytes=trainer.memory_budget_bytes,
     )

@@ -37,7 +37,7 @@ class Memory:
     frozen_parameters: int = 0
 
     def state_bytes(self, dtype: Literal["float32", "bfloat16"]) -> int:
-        """Of weights, masters, gradients and moments, over all ranks."""
+        """Of weights, masters, gradients and moments, over the ranks that hold them once."""
         trained = STATE_BYTES[dtype] * self.parameters
         return trained + VALUE_BYTES[dtype] * self.frozen_parameters
 
@@ -75,6 +75,7 @@ def memory_budget_bytes(
     *,
     device: str,
     ranks: int,
+    shard_ranks: int,
     dtype: Literal["float32", "bfloat16"],
     usual_bytes: int,
 ) -> int:
@@ -86,13 +87,15 @@ def memory_budget_bytes(
     Args:
         memory: Found before the run starts.
         device: Of the trainer.
-        ranks: Its processes; each holds a part of the model's state.
+        ranks: Its processes.
+        shard_ranks: Of them that hold the model's state once, each a part.
         dtype: Of the model.
         usual_bytes: The configuration's default.
     """
     state_bytes = memory.state_bytes(dtype)
     if device == "cpu":
-        left = min(usual_bytes, (int(HOST_SHARE * memory.free_bytes) - state_bytes) // ranks)
+        held = state_bytes * (ranks // shard_ranks)
+        left = min(usual_bytes, (int(HOST_SHARE * memory.free_bytes) - held) // ranks)
     else:
-        left = int(GPU_SHARE * memory.free_bytes) - state_bytes // ranks
+        left = int(GPU_SHARE * memory.free_bytes) - state_bytes // shard_ranks
     return max(0, left // STEP_BYTES * STEP_BYTES)

@@ -49,6 +49,8 @@ def _model(report: PlanReport) -> Iterator[str]:
 def _trainer(plan: RunPlan) -> Iterator[str]:
     memory, step = plan.trainer, plan.step
     yield f"trainer, each of {memory.ranks} ranks of {size(memory.device_bytes)}"
+    if memory.shard_ranks < memory.ranks:
+        yield _row("ranks that hold the model once", str(memory.shard_ranks))
     yield _row("weights, gradients, moments", size(memory.state_bytes))
     if memory.reference_bytes:
         yield _row("reference", size(memory.reference_bytes))
@@ -65,6 +67,16 @@ def _trainer(plan: RunPlan) -> Iterator[str]:
         yield _row(f"a group of {group.tokens:,} tokens", _way(group))
     if step.predicted_bytes:
         yield _row("most of the step's groups", size(step.predicted_bytes))
+    if memory.ranks > 1:
+        yield _row("kept between passes", _KEPT[step.kept])
+
+
+_KEPT = {
+    "nothing": "nothing",
+    "head": "the whole head",
+    "weights": "all weights",
+    "gradients": "all weights and gradients",
+}
 
 
 def _way(group: PlannedGroup) -> str:

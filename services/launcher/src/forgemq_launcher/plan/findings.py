@@ -8,6 +8,7 @@ from forgemq_contracts.lane_engines import shapes_of
 from forgemq_launcher.core.engine_spread import ModelSizes, check_spread
 from forgemq_launcher.placement import gpus_of_engines
 from forgemq_launcher.plan.run_plan import PlannedRun, RunPlan
+from forgemq_launcher.plan.trainer_memory import TrainerMemory
 
 
 def reasons(run: PlannedRun, plan: RunPlan) -> tuple[str, ...]:
@@ -54,7 +55,7 @@ def _trainer_reasons(plan: RunPlan) -> Iterator[str]:
     if not memory.budget_bytes:
         yield (
             f"weights, gradients and moments take {size(held)} of each of {memory.ranks} ranks, "
-            f"and there are {size(room)}: more ranks (trainer.world_size), or GPUs with more memory"
+            f"and there are {size(room)}: more ranks ({_more(memory)}), or GPUs with more memory"
         )
         return
     if memory.reference_bytes and held + memory.budget_bytes > room:
@@ -77,6 +78,12 @@ def _trainer_reasons(plan: RunPlan) -> Iterator[str]:
             f"an episode that fills model.context_tokens_max needs a budget of "
             f"{size(step.least_budget_bytes)}, a rank has {size(memory.budget_bytes)}"
         )
+
+
+def _more(memory: TrainerMemory) -> str:
+    """The field that spreads the model's state over more ranks."""
+    is_divided = memory.shard_ranks < memory.ranks
+    return "trainer.shard_ranks" if is_divided else "trainer.world_size"
 
 
 def _group_reasons(plan: RunPlan) -> Iterator[str]:
@@ -150,6 +157,12 @@ def _notes(run: PlannedRun, plan: RunPlan) -> Iterator[str]:
         yield (
             "the run needs several nodes: `forgemq run` starts all on one machine; "
             "deploy/kubernetes/overlays/production spreads it"
+        )
+    shards = plan.trainer.shard_ranks
+    if ranks > machines.gpus and machines.device is not None and machines.gpus % shards:
+        yield (
+            f"each {shards} ranks hold the model once (trainer.shard_ranks), which does not divide "
+            f"the {machines.gpus} GPUs of a node: weights are gathered between nodes"
         )
     limit = configuration.trainer.tree_tokens_max
     if limit is None and ranks > 1:

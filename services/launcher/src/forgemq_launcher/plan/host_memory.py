@@ -3,6 +3,7 @@
 from msgspec import Struct
 
 from forgemq_contracts.lora import publishes_adapters
+from forgemq_contracts.rank_rules import shard_ranks_of
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.trainer_plan import PlannedModel
 from forgemq_launcher.core.trainer_place import Memory, frozen_copies
@@ -70,7 +71,7 @@ def host_memory(
     # AdamW's two moments, and masters if the model is narrower than they are.
     optimizer = model.trained * (2 * WIDE_BYTES + (WIDE_BYTES if value_bytes < WIDE_BYTES else 0))
     memory = memory_of(configuration, model, free_bytes=0, has_gpu=has_gpu)
-    own = 0 if has_gpu else memory.state_bytes(dtype) * ranks // trainer.world_size
+    own = 0 if has_gpu else memory.state_bytes(dtype) * ranks // shard_ranks_of(trainer)
     gathered = weights if publishes_adapters(configuration.lora) else weights_bytes(model, dtype)
     budget = 0 if has_gpu else trainer.memory_budget_bytes * ranks
     kept = max(WEIGHTS_KEPT_MIN, trainer.checkpoints_kept)

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from forgemq_contracts.lane_engines import every_lane, shapes_of
+from forgemq_contracts.rank_rules import shard_ranks_of
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.trainer_plan import PlannedModel, PlannedStep
 from forgemq_launcher.core.trainer_place import STATE_BYTES
 from forgemq_launcher.plan.engine_memory import EngineMemory
 from forgemq_launcher.plan.episode_records import PlannedQueue
-from forgemq_launcher.plan.host_memory import VALUE_BYTES, WIDE_BYTES
 from forgemq_launcher.plan.machines import Gpu, Machines
 
 
@@ -30,7 +30,7 @@ class StepSeconds(Struct, frozen=True, kw_only=True):
         decode_s: Engines sample.
         publish_s: New weights reach the engines.
         decode_batch: Episodes that an engine samples for at once.
-        gathered_bytes: That a rank receives and sends in a step.
+        gathered_bytes: That a rank sends in a step for shards and replicas of the model.
     """
 
     compute_s: float
@@ -72,37 +72,32 @@ class Planned(Struct, frozen=True, kw_only=True):
 
 def step_seconds(planned: Planned, machines: Machines, gpu: Gpu) -> StepSeconds:
     """The seconds of a step on these machines."""
-    configuration, model = planned.configuration, planned.model
+    configuration, model, step = planned.configuration, planned.model, planned.step
     dtype, ranks = configuration.model.dtype, configuration.trainer.world_size
     share = machines.bandwidth_share
     flops_per_s = gpu.flops[dtype] * machines.utilisation
-    is_one_node = ranks <= machines.gpus
-    link = (gpu.link_bytes_per_s if is_one_node else gpu.network_bytes_per_s) * share
-    gathered = gathered_bytes(model, planned.step, dtype=dtype, ranks=ranks)
-    own = (ranks - 1) / ranks
+    shards = shard_ranks_of(configuration.trainer)
+    # Ranks are numbered node by node, so a replica is on one node if it divides a node's GPUs.
+    has_own_nodes = ranks > machines.gpus
+    is_split = has_own_nodes and machines.gpus % shards > 0
+    nearby, between = gpu.link_bytes_per_s * share, gpu.network_bytes_per_s * share
+    among_all = between if has_own_nodes else nearby
+    sharded = step.gathered_bytes + step.reduced_bytes
     # Weights, masters, gradients and moments are read, and all but the gradients written.
-    state = STATE_BYTES[dtype] * model.trained / ranks
+    state = STATE_BYTES[dtype] * model.trained / shards
     batch = decode_batch(planned)
     prefill, decode = _rollout(planned, machines, gpu, batch=batch)
     return StepSeconds(
-        compute_s=planned.step.slowest_flops / flops_per_s,
-        gather_s=gathered / link,
-        exchange_s=planned.step.exchanged_bytes * own / link,
+        compute_s=step.slowest_flops / flops_per_s,
+        gather_s=sharded / (between if is_split else nearby) + step.replicated_bytes / among_all,
+        exchange_s=step.exchanged_bytes / among_all,
         update_s=2 * state / (gpu.memory_bytes_per_s * share),
         prefill_s=prefill,
         decode_s=decode,
         publish_s=planned.weights_bytes / (gpu.network_bytes_per_s * share),
         decode_batch=batch,
-        gathered_bytes=gathered,
+        gathered_bytes=sharded + step.replicated_bytes,
     )
-
-
-def gathered_bytes(model: PlannedModel, step: PlannedStep, *, dtype: str, ranks: int) -> int:
-    """Bytes that a rank exchanges for shards: weights at each pass, gradients at each backward."""
-    weights = (model.parameters + model.adapters) * VALUE_BYTES[dtype]
-    gradients = model.trained * WIDE_BYTES
-    passes = (step.forwards + step.backwards) * weights + step.backwards * gradients
-    return passes * (ranks - 1) // ranks
 
 
 def decode_batch(planned: Planned) -> int:

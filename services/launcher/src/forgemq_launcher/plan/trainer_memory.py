@@ -2,6 +2,7 @@
 
 from msgspec import Struct
 
+from forgemq_contracts.rank_rules import shard_ranks_of
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.trainer_plan import PlannedModel
 from forgemq_launcher.core.trainer_place import GPU_SHARE, memory_budget_bytes
@@ -17,10 +18,11 @@ class TrainerMemory(Struct, frozen=True, kw_only=True):
 
     Attributes:
         ranks: Of the trainer.
+        shard_ranks: Of them that hold the model's state once.
         device: That they compute on.
         device_bytes: Of that device; on a CPU the node's memory, which all ranks share.
         state_bytes: Weights, masters, gradients and moments: its part of them.
-        reference_bytes: The model of `loss.reference_weight`, which each rank holds whole.
+        reference_bytes: Its part of the model of `loss.reference_weight`.
         gathered_bytes: Layers and embedding that it gathers; outside the budget.
         spare_bytes: That the budget leaves for these and for the driver.
         budget_bytes: For activations, keys, values and their gradients.
@@ -28,6 +30,7 @@ class TrainerMemory(Struct, frozen=True, kw_only=True):
     """
 
     ranks: int
+    shard_ranks: int
     device: str
     device_bytes: int
     state_bytes: int
@@ -54,6 +57,7 @@ def trainer_memory(
         is_budget_named: The file names the budget.
     """
     trainer, dtype = configuration.trainer, configuration.model.dtype
+    shard_ranks = shard_ranks_of(trainer)
     gpu = machines.device
     free_bytes = machines.host_bytes if gpu is None else gpu.memory_bytes
     memory = memory_of(configuration, model, free_bytes=free_bytes, has_gpu=gpu is not None)
@@ -61,16 +65,18 @@ def trainer_memory(
         memory,
         device="cpu" if gpu is None else "cuda",
         ranks=trainer.world_size,
+        shard_ranks=shard_ranks,
         dtype=dtype,
         usual_bytes=trainer.memory_budget_bytes,
     )
     has_reference = configuration.loss.reference_weight > 0
     return TrainerMemory(
         ranks=trainer.world_size,
+        shard_ranks=shard_ranks,
         device=machines.gpu,
         device_bytes=free_bytes,
-        state_bytes=memory.state_bytes(dtype) // trainer.world_size,
-        reference_bytes=model.parameters * VALUE_BYTES[dtype] if has_reference else 0,
+        state_bytes=memory.state_bytes(dtype) // shard_ranks,
+        reference_bytes=has_reference * model.parameters * VALUE_BYTES[dtype] // shard_ranks,
         gathered_bytes=_gathered_bytes(model, dtype) if trainer.world_size > 1 else 0,
         spare_bytes=0 if gpu is None else free_bytes - int(GPU_SHARE * free_bytes),
         budget_bytes=trainer.memory_budget_bytes if is_budget_named else found,

@@ -22,7 +22,8 @@ from forgemq_trainer.core.tree import Forest
 
 KEPT_BLOCKS_RATIO = 2
 """Up to so many times the blocks are accepted to avoid offloading, which costs up to 5 % of a step
-on a CPU; beyond that, blocks get too short for the matrix products of a GPU."""
+on a CPU, or to keep weights gathered; beyond that, blocks get too short for the matrix products of
+a GPU."""
 
 
 def plan_step(

@@ -156,5 +156,3 @@ def _recomputation(cost: Flops, layers: int, *, shape: ModelShape) -> float:
     Their attention's output is kept on most backends, and the head runs once.
     """
     return forward_of(cost, shape).weights * layers / shape.layers
-
-

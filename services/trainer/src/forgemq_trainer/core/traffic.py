@@ -18,6 +18,7 @@ from enum import IntEnum
 
 from forgemq_trainer.core.assignment import OwnRound, Round, SharedRound, plan_rounds
 from forgemq_trainer.core.memory import ModelShape
+from forgemq_trainer.core.microbatches import KEPT_BLOCKS_RATIO
 from forgemq_trainer.core.tree import Forest
 
 
@@ -130,11 +131,12 @@ def plan_update(
     budget_bytes: int,
     head_chunk: int,
 ) -> UpdatePlan:
-    """The plan that sends least, of those in which no group is computed again for it.
+    """The plan that sends least, of those that compute no more to have room for what they keep.
 
     What is kept takes its bytes from the budget. Example: a model of 2 GB that runs three
-    microbatches of 20 GB in a budget of 50 GB is gathered once. If the groups were recomputed in
-    48 GB but not in 50, it would be gathered in every pass.
+    microbatches of 20 GB in a budget of 50 GB is gathered once. If a group were recomputed in 48 GB
+    but not in 50, it would be gathered in every pass. Smaller microbatches compute no more, nor do
+    up to `KEPT_BLOCKS_RATIO` times the blocks of a group that ranks share.
 
     Args:
         forests: One for each group of the update.
@@ -148,7 +150,7 @@ def plan_update(
         ValueError: the budget is below the least that a group needs.
     """
     best: UpdatePlan | None = None
-    usual: dict[int, tuple[int, int]] = {}
+    usual: tuple[Round, ...] = ()
     for kept in Kept:
         try:
             rounds = plan_rounds(
@@ -170,8 +172,8 @@ def plan_update(
             ),
         )
         if best is None:
-            best, usual = plan, _ways(rounds)
-        elif _ways(rounds) != usual:
+            best, usual = plan, rounds
+        elif not _computes_no_more(rounds, usual):
             return best
         elif plan.traffic.total < best.traffic.total:
             best = plan
@@ -225,11 +227,14 @@ def update_traffic(
         root=passes.backwards,
         head=passes.forwards,
     )
+    gradients = values.trained * shape.wide_bytes
     reductions = 1 if kept >= Kept.GRADIENTS else passes.backwards
     return Traffic(
         gathered=_share(whole * shape.value_bytes, ranks=grid.shards),
-        reduced=_share(reductions * values.trained * shape.wide_bytes, ranks=grid.shards),
-        replicated=2 * _share(values.trained * shape.wide_bytes, ranks=grid.replicas) // grid.shards,
+        reduced=_share(reductions * gradients, ranks=grid.shards),
+        replicated=2
+        * _share(values.trained * shape.wide_bytes, ranks=grid.replicas)
+        // grid.shards,
         exchanged=sum(
             exchanged_bytes(planned, forests[planned.group], shape=shape, is_trained=True)
             for planned in rounds
@@ -293,13 +298,29 @@ def _share(whole: int, *, ranks: int) -> int:
     return whole * (ranks - 1) // ranks
 
 
-def _ways(rounds: Sequence[Round]) -> dict[int, tuple[int, int]]:
-    """By group, its recomputed layers, and its blocks if ranks share it: what is computed again."""
-    ways: dict[int, tuple[int, int]] = {}
-    for planned in rounds:
-        if isinstance(planned, OwnRound):
-            for batch in filter(None, planned.microbatch_of_rank):
-                ways |= dict.fromkeys(batch.groups, (batch.recomputed_layers, 0))
-        else:
-            ways[planned.group] = (0, len(planned.blocks))
-    return ways
+def _computes_no_more(rounds: Sequence[Round], usual: Sequence[Round]) -> bool:
+    """True if no layer is recomputed that usually is not, and no block gets much shorter."""
+    blocks, usual_blocks = _blocks_of_groups(rounds), _blocks_of_groups(usual)
+    return (
+        _recomputed_layers(rounds) == _recomputed_layers(usual)
+        and blocks.keys() == usual_blocks.keys()
+        and all(blocks[n] <= KEPT_BLOCKS_RATIO * usual_blocks[n] for n in blocks)
+    )
+
+
+def _recomputed_layers(rounds: Sequence[Round]) -> dict[int, int]:
+    """By group that one rank runs."""
+    return {
+        group: batch.recomputed_layers
+        for planned in rounds
+        if isinstance(planned, OwnRound)
+        for batch in filter(None, planned.microbatch_of_rank)
+        for group in batch.groups
+    }
+
+
+def _blocks_of_groups(rounds: Sequence[Round]) -> dict[int, int]:
+    """By group that ranks share."""
+    return {
+        planned.group: len(planned.blocks) for planned in rounds if isinstance(planned, SharedRound)
+    }
