@@ -61,7 +61,7 @@ def _trained_store(folder: Path, *, steps: int) -> tuple[Store, Training]:
             checkpoint_step=step,
             duration_s=0.0,
         )
-        weights = store.save_weights(training, lineage=1)
+        weights = store.keep_version(store.write_version(training, lineage=1)).weights
         store.save_checkpoint(
             training, weights=weights, trained=trained, tree_positions=((0, step), (1, 4))
         )
@@ -90,7 +90,7 @@ def test_saving_what_was_restored_gives_the_same_bytes(tmp_path: Path) -> None:
     configuration = configuration_of(tmp_path / "base", checkpoints_kept=9)
     restored = Training(configuration, device="cpu", checkpoint=found)
     assert restored.version == 1
-    weights = store.save_weights(restored, lineage=2)
+    weights = store.keep_version(store.write_version(restored, lineage=2)).weights
     assert weights.sha256 == found.record.weights_sha256
 
 
@@ -139,7 +139,7 @@ def test_a_checkpoint_that_does_not_read_back_is_an_error_before_the_log_names_i
     store, training = _trained_store(tmp_path, steps=1)
     found = store.newest_checkpoint()
     assert found is not None
-    weights = store.save_weights(training, lineage=1)
+    weights = store.keep_version(store.write_version(training, lineage=1)).weights
     file = weights.folder / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 0xFF  # As a failing disk does between a write and the next read.
@@ -206,7 +206,7 @@ def test_a_checkpoint_restores_the_random_state(tmp_path: Path) -> None:
 
 def test_weights_are_named_as_the_base_file_names_them(tmp_path: Path) -> None:
     store, training = _trained_store(tmp_path, steps=1)
-    weights = store.save_weights(training, lineage=1)
+    weights = store.keep_version(store.write_version(training, lineage=1)).weights
     base = load_file(tmp_path / "base" / "model.safetensors")
     saved = load_file(weights.folder / "model.safetensors")
     assert {n: (t.shape, t.dtype) for n, t in saved.items()} == {

@@ -155,11 +155,6 @@ class Store:
             return read_weights_folder(self._base)  # Engines start with this very folder.
         return self._weights.keep(self._write(training, training.saving.whole_version(), folder))
 
-    def save_weights(self, training: Training, *, lineage: int) -> WeightsFolder:
-        """Save the current version durably, and remove versions that no lane loads any more."""
-        folder = self._folder(training, lineage=lineage)
-        return self._keep(self._write(training, training.saving.whole_version(), folder))
-
     def _keep(self, weights: WeightsFolder) -> WeightsFolder:
         durable = self._weights.keep(weights)
         self._weights.remove_older(kept=self._kept, besides=self._checkpointed)
