@@ -65,6 +65,7 @@ def test_a_recipes_page_shows_its_plan(file: str, machines: dict[str, Any]):
             ("weights, gradients and moments take 72.4 GB of each of 1 ranks, and there are",),
         ),
         ("qwen3-4b/maths.toml", ("trainer.world_size=1",), {"gpu": "h200"}, ()),
+        ("qwen3-4b/maths.toml", ("trainer.world_size=1", "lora.rank=16"), {"gpu": "h100"}, ()),
         (
             "qwen3-4b/maths.toml",
             ("trainer.shard_ranks=1",),
