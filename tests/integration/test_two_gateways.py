@@ -82,10 +82,10 @@ async def test_gateways_come_and_are_killed_and_no_agent_loses_a_turn(
     assert cancelled == []
 
 
-async def test_a_gateway_that_stops_refuses_who_waits_with_503_and_the_repetition_is_answered(
+async def test_a_gateway_that_stops_refuses_who_waits_with_503_and_the_other_one_answers_them(
     kafka_bootstrap: str, new_run_id: Callable[[], str], tmp_path: Path
 ) -> None:
-    """The only one: as nobody takes its groups over, its client's turn waits for its next start."""
+    """A turn goes on at the other one meanwhile, for longer than the first one may take to end."""
     release = asyncio.Event()
 
     async def answer(_: Asked) -> str:
@@ -93,22 +93,23 @@ async def test_a_gateway_that_stops_refuses_who_waits_with_503_and_the_repetitio
         return "yes"
 
     configuration = configuration_of(write_model_folder(tmp_path / "model"), run=new_run_id())
-    listener = listening_socket("127.0.0.1", wanted=0)
+    first, second = (listening_socket("127.0.0.1", wanted=0) for _ in range(2))
     where: dict[str, Any] = {"bootstrap": kafka_bootstrap, "blobs": str(tmp_path / "blobs")}
-    async with on_broker(configuration, answer, listener=listener, **where) as scene:
-        world, lane, process = scene
-        claim = await world.episode()
+    async with on_broker(configuration, answer, listener=first, **where) as (world, lane, older):
+        claim, url = await world.episode(), "/v1/chat/completions"
         body = {"model": "m", "messages": HELLO}
-        asking = asyncio.create_task(
-            world.admin("POST", "/v1/chat/completions", body, key=claim["key"])
-        )
+        asking = asyncio.create_task(world.admin("POST", url, body, key=claim["key"]))
         await lane.has_seen(1)
-        status = await process.end(signal.SIGTERM)
+        newer = GatewayProcess(older.environ, listener=second)
+        world.base_url = f"http://127.0.0.1:{second.getsockname()[1]}"
+        await newer.start(world)
+        status = await older.end(signal.SIGTERM)
         refused = await asking
         release.set()
-        await process.start(world)
-        answered = await world.admin("POST", "/v1/chat/completions", body, key=claim["key"])
-    listener.close()
+        answered = await world.admin("POST", url, body, key=claim["key"])
+        await newer.end(signal.SIGTERM)
+    for listener in (first, second):
+        listener.close()
     assert status == 0
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert answered.json()["choices"][0]["message"]["content"] == "yes"
