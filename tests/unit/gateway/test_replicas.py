@@ -199,7 +199,7 @@ async def test_a_gateway_that_stops_gives_its_groups_to_the_others(model: Path) 
         claims = [await world.claim(await world.open_group(f"k{n}")) for n in range(GROUPS)]
         stop = create_task(asyncio.wait_for(leaving.task, timeout=10))
         leaving.stop.set()
-        answers = [await said(world, claim) for claim in claims]
+        answers = [await said(world, at(world.base_url, claim)) for claim in claims]
         await stop
         await settled(world)
         opened = await world.records(topics.OPENED_EPISODES)
