@@ -74,6 +74,15 @@ ShardRanks: TypeAlias = Annotated[
         "is a multiple: every further group of so many ranks holds them again. None: all ranks.",
     ),
 ]
+ExpertRanks: TypeAlias = Annotated[
+    int,
+    Meta(
+        ge=1,
+        description="Ranks that hold each layer's experts between them, to which tokens travel. "
+        "Divides trainer.world_size and the number of experts. 1: experts are gathered like other "
+        "weights.",
+    ),
+]
 TokenIds: TypeAlias = Annotated[
     bytes, Meta(description="Token ids, little-endian int32, 4 bytes each.")
 ]

@@ -13,7 +13,14 @@ from forgemq_contracts.curriculum import Curriculum
 from forgemq_contracts.distillation import Distillation
 from forgemq_contracts.domain_settings import DomainRewards, DomainSampling
 from forgemq_contracts.episodes import HistoryPolicy, Sampling, StreamPolicy
-from forgemq_contracts.fields import DomainName, NamedValue, ShardRanks, TimeMs, TreeTokensMax
+from forgemq_contracts.fields import (
+    DomainName,
+    ExpertRanks,
+    NamedValue,
+    ShardRanks,
+    TimeMs,
+    TreeTokensMax,
+)
 from forgemq_contracts.gaps import Audit
 from forgemq_contracts.lane_engines import LaneEngines
 from forgemq_contracts.live_key import LiveKey
@@ -252,6 +259,7 @@ class Trainer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omi
     tree_tokens_max: TreeTokensMax | None = None
     world_size: Annotated[int, Meta(ge=1)] = 1
     shard_ranks: ShardRanks | None = None
+    expert_ranks: ExpertRanks = 1
     threads: Annotated[int, Meta(ge=1, description="CPU threads of each rank.")] = 1
 
 

@@ -45,6 +45,7 @@ MAY_CHANGE = (
     "trainer.checkpoint_every_steps",
     "trainer.checkpoint_share_max",
     "trainer.checkpoints_kept",
+    "trainer.expert_ranks",
     "trainer.head_chunk_tokens",
     "trainer.memory_budget_bytes",
     "trainer.shard_ranks",

@@ -11,7 +11,7 @@ from forgemq_contracts.lane_engines import check_lanes, is_paired
 from forgemq_contracts.lora_rules import check_lora
 from forgemq_contracts.loss import check_loss
 from forgemq_contracts.pool import Pool
-from forgemq_contracts.rank_rules import check_ranks
+from forgemq_contracts.rank_rules import check_ranks, shard_ranks_of
 from forgemq_contracts.rules import check_tree_limit
 from forgemq_contracts.run import (
     ENGINE_QUANTIZATIONS,
@@ -72,10 +72,32 @@ def check(configuration: RunConfiguration) -> None:
     context_tokens_max = configuration.model.context_tokens_max
     check_tree_limit(configuration.trainer.tree_tokens_max, context_tokens_max=context_tokens_max)
     check_ranks(configuration.trainer)
+    _check_expert_ranks(configuration)
     check_loss(configuration.loss)
     _check_distillation(configuration)
     _check_quantization(configuration)
     check_lora(configuration)
+
+
+def _check_expert_ranks(configuration: RunConfiguration) -> None:
+    trainer = configuration.trainer
+    if trainer.expert_ranks == 1:
+        return
+    if trainer.world_size % trainer.expert_ranks:
+        raise ValueError(
+            "trainer.expert_ranks must divide trainer.world_size: a token's experts are on ranks "
+            f"of one group, got {trainer.expert_ranks} and {trainer.world_size}"
+        )
+    if shard_ranks_of(trainer) < trainer.world_size:
+        raise ValueError(
+            "trainer.shard_ranks must be left out with trainer.expert_ranks above 1: nobody has "
+            f"tried replicas beside experts that tokens travel to, got {trainer.shard_ranks}"
+        )
+    if configuration.lora is not None:
+        raise ValueError(
+            "trainer.expert_ranks must be 1 with lora: nobody has tried adapters beside experts "
+            f"that tokens travel to, got {trainer.expert_ranks}"
+        )
 
 
 def _check_quantization(configuration: RunConfiguration) -> None:

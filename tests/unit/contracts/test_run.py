@@ -92,6 +92,16 @@ def test_replicas_of_unequal_numbers_of_ranks_are_refused():
         check(run)
 
 
+def test_expert_ranks_divide_the_ranks_and_are_refused_beside_adapters():
+    uneven = Trainer(steps=1, world_size=4, expert_ranks=3)
+    with pytest.raises(ValueError, match=r"^trainer\.expert_ranks must divide .* got 3 and 4$"):
+        check(msgspec.structs.replace(SOUND, trainer=uneven))
+    even = Trainer(steps=1, world_size=4, expert_ranks=2)
+    check(msgspec.structs.replace(SOUND, trainer=even))
+    with pytest.raises(ValueError, match=r"^trainer\.expert_ranks must be 1 with lora: .* got 2$"):
+        check(msgspec.structs.replace(SOUND, trainer=even, lora=Lora()))
+
+
 def test_a_small_model_that_guesses_is_taken_where_a_head_could_not_be_trained():
     small = Speculation(model="m")
     check(msgspec.structs.replace(SOUND, speculation=small, trainer=Trainer(steps=1, world_size=2)))

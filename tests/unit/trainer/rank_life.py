@@ -50,6 +50,7 @@ class Life:
         lora: Adapters that train in place of all weights.
         shard_ranks: That hold the model once, if there are several ranks; None for all.
         loss: Of the run.
+        expert_ranks: Of several ranks, those that hold all experts between them.
     """
 
     folder: Path
@@ -60,6 +61,7 @@ class Life:
     lora: Lora | None = None
     shard_ranks: int | None = None
     loss: Loss = PLAIN
+    expert_ranks: int = 1
 
     def configuration(self, *, world_size: int) -> RunConfiguration:
         """The run's configuration."""
@@ -67,6 +69,7 @@ class Life:
             self.folder / "base",
             world_size=world_size,
             shard_ranks=self.shard_ranks if world_size > 1 else None,
+            expert_ranks=min(self.expert_ranks, world_size),
         )
         model = msgspec.structs.replace(configuration.model, dtype=self.dtype)
         return msgspec.structs.replace(configuration, model=model, lora=self.lora, loss=self.loss)

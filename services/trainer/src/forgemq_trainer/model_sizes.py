@@ -117,20 +117,33 @@ def expert_count(config: object) -> int:
     return 0
 
 
-def gathered_values(model: Any, *, shards: int) -> GatheredValues:  # noqa: ANN401  # transformers' model
-    """Values of a model's parameters as ranks gather them, each in shards of equal rows."""
+def gathered_values(model: Any, *, shards: int, expert_ranks: int = 1) -> GatheredValues:  # noqa: ANN401  # transformers' model
+    """Values of a model's parameters as ranks gather them, each in shards of equal rows.
+
+    Args:
+        model: Whole, or sharded.
+        shards: Ranks that hold it once.
+        expert_ranks: Of them, those that hold each layer's experts between them.
+    """
     decoder = model.get_decoder()
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    named = model.named_parameters()
+    spread = {id(each) for name, each in named if expert_ranks > 1 and ".experts." in name}
 
     def count(parameters: Iterable[nn.Parameter]) -> int:
         return sum(
-            math.prod((-(-len(each) // shards) * shards, *each.shape[1:])) for each in parameters
+            math.prod((-(-len(each) // shards) * shards, *each.shape[1:]))
+            for each in parameters
+            if id(each) not in spread
         )
 
+    experts = sum(each.numel() for each in model.parameters() if id(each) in spread) // expert_ranks
     layers = count(decoder.layers.parameters())
     return GatheredValues(
         layers=layers,
         root=count(decoder.parameters()) - layers,
         head=0 if head.weight is embedding.weight else count(head.parameters()),
         trained=count(each for each in model.parameters() if each.requires_grad),
+        experts=experts,
+        holders=shards // expert_ranks,
     )

@@ -1,13 +1,14 @@
 """What a run's configuration has to allow before it trains: its memory and loss."""
 
 import importlib
-from typing import cast
+from typing import Any, cast
 
-from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.run import RunConfiguration, Trainer
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.loss import LossFunction, UserLoss, loss_function
 from forgemq_trainer.core.memory import least_budget_bytes
+from forgemq_trainer.model_sizes import expert_count
 
 
 def check_budget(configuration: RunConfiguration, policy: PolicyModel) -> None:
@@ -26,6 +27,35 @@ def check_budget(configuration: RunConfiguration, policy: PolicyModel) -> None:
             f"model.context_tokens_max = {context_tokens_max} tokens needs {least}: raise the one "
             "or lower the other"
         )
+
+
+def check_expert_ranks(config: Any, trainer: Trainer) -> None:  # noqa: ANN401  # of transformers
+    """Refuse experts that so many ranks cannot share out evenly.
+
+    Raises:
+        SettingsError: Names the field and the rule.
+    """
+    if trainer.expert_ranks == 1:
+        return
+    count = expert_count(config)
+    if not count:
+        raise SettingsError(
+            f"trainer.expert_ranks is {trainer.expert_ranks}, but model_type {config.model_type!r} "
+            "has no experts: it must be 1"
+        )
+    if count % trainer.expert_ranks:
+        raise SettingsError(
+            f"trainer.expert_ranks must divide the model's {count} experts, "
+            f"got {trainer.expert_ranks}"
+        )
+    holders = trainer.world_size // trainer.expert_ranks
+    expert_size = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    for name, size in (("hidden_size", config.hidden_size), ("an expert's size", expert_size)):
+        if size % holders:
+            raise SettingsError(
+                "trainer.world_size / trainer.expert_ranks ranks hold the same experts, each an "
+                f"equal part of every row: {holders} must divide {name}, which is {size}"
+            )
 
 
 def loss_of(configuration: RunConfiguration) -> LossFunction:

@@ -38,6 +38,11 @@ class OwnRound:
 
     microbatch_of_rank: tuple[Microbatch | None, ...]
 
+    @property
+    def recomputed_layers(self) -> int:
+        """The most of a rank; an empty microbatch recomputes as many."""
+        return max(part.recomputed_layers for part in self.microbatch_of_rank if part is not None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedRound:
@@ -115,7 +120,7 @@ def plan_rounds(
         )
         for group in split
     )
-    return (*_own_rounds(microbatches, costs=costs), *shared)
+    return (*_own_rounds(microbatches, costs=costs, shape=shape), *shared)
 
 
 def balanced(
@@ -152,7 +157,7 @@ def query_ranges(cost_T: Integers, *, start: int, parts: int) -> tuple[Range, ..
 
 
 def _own_rounds(
-    microbatches: Sequence[Sequence[Microbatch]], *, costs: dict[int, int]
+    microbatches: Sequence[Sequence[Microbatch]], *, costs: dict[int, int], shape: ModelShape
 ) -> list[OwnRound]:
     """The ranks' microbatches side by side, the costliest first.
 
@@ -163,10 +168,25 @@ def _own_rounds(
         return sum(costs[group] for group in microbatch.groups)
 
     ordered = [sorted(rank, key=lambda part: (-cost(part), part.groups)) for rank in microbatches]
-    return [
+    rounds = [
         OwnRound(microbatch_of_rank=tuple(rank[n] if n < len(rank) else None for rank in ordered))
         for n in range(max(map(len, ordered)))
     ]
+    return [_recomputing_alike(each) for each in rounds] if shape.expert_ranks > 1 else rounds
+
+
+def _recomputing_alike(planned: OwnRound) -> OwnRound:
+    """The round with as many layers recomputed on every rank as on the one with the most.
+
+    A layer that runs forward again sends tokens to their experts again, and all ranks take part.
+    The others would wait for that rank anyway.
+    """
+    return OwnRound(
+        microbatch_of_rank=tuple(
+            part and replace(part, recomputed_layers=planned.recomputed_layers)
+            for part in planned.microbatch_of_rank
+        )
+    )
 
 
 def _shared_tokens(forest: Forest, *, shape: ModelShape, budget_bytes: int, head_chunk: int) -> int:

@@ -16,6 +16,7 @@ from forgemq_trainer.core.draft_memory import DraftShape
 from forgemq_trainer.core.layer_parts import COMMON_PARTS, EXPERT_KEPT, MLP_KEPT, LayerParts
 from forgemq_trainer.core.low_rank import AdapterShape
 from forgemq_trainer.core.peak import Peak
+from forgemq_trainer.core.spread_experts import ROWS_RATIO
 
 BLOCK_TOKENS_MIN = 64
 """In shorter blocks the kernels' fixed costs dominate; a budget that forces them is refused."""
@@ -42,6 +43,8 @@ class ModelShape:
         is_head_normed: True if queries and keys are normed by head.
         experts: To choose from in each layer; 0 in a dense model.
         experts_per_token: Chosen for each token; 0 in a dense model.
+        expert_ranks: Ranks over which each layer's experts are spread; 1 if each rank runs its own
+            tokens through all of them.
         is_head_tied: True if the head's weights are the embedding's.
         slot_multiple: A carry's slots are rounded up to a multiple of this, for the attention.
         parts: What layers have besides, or in place of, the common parts.
@@ -61,6 +64,7 @@ class ModelShape:
     is_head_normed: bool = True
     experts: int = 0
     experts_per_token: int = 0
+    expert_ranks: int = 1
     is_head_tied: bool = False
     slot_multiple: int = 1
     parts: LayerParts = COMMON_PARTS
@@ -74,7 +78,9 @@ class ModelShape:
         projection; keys and values, unless they lie in a carry; gate, up, product. With experts
         also the gate's activation, the router's probabilities of all of them, and for each chosen
         one its input, output and weight (and the weight again in the order of the experts),
-        indices, and the expert route of the engine if there is one. Of a frozen model less
+        indices, and the expert route of the engine if there is one. If experts are spread over
+        ranks, their inputs and inner values are of the rows that came here, and outputs and weights
+        of those that went out. Of a frozen model less
         (`AdapterShape.unkept_values`); experts count in full, which is an upper bound.
 
         Of a recomputed layer it keeps `recomputed_bytes_per_token`. When backward reaches one, the
@@ -112,15 +118,35 @@ class ModelShape:
         in_all = parts.norms_kept * self.hidden + heads
         if is_dense:
             return (in_all + parts.dense_mlp_kept) * self.value_bytes
-        chosen = self.experts_per_token * 2 * self.hidden
+        chosen = (self.experts_per_token + self.expert_rows) * self.hidden
         kept = parts.mlp_kept or (EXPERT_KEPT if self.experts else MLP_KEPT)
-        values = in_all + kept * self.mlp_size + parts.shared_mlp_kept + chosen
+        values = in_all + kept * self._computed_mlp_size + parts.shared_mlp_kept + chosen
         values -= self._unkept_values
         weights = (self.experts + 2 * self.experts_per_token) * self.wide_bytes
         routes = weights + self.experts_per_token * (ROUTE_BYTES + self.expert_index_bytes)
+        if self.expert_ranks > 1:
+            routes += self.expert_rows * ROUTE_BYTES
         if parts.is_router_wide and self.value_bytes < self.wide_bytes:
             routes += self.hidden * self.wide_bytes
         return values * self.value_bytes + routes
+
+    @property
+    def expert_rows(self) -> int:
+        """The most rows that go through this rank's experts at once, for each of its tokens.
+
+        With experts on several ranks: for each token of the rank that has most tokens.
+        """
+        if self.expert_ranks == 1:
+            return self.experts_per_token
+        own = min(self.experts_per_token, self.experts // self.expert_ranks)
+        return min(ROWS_RATIO * self.experts_per_token, self.expert_ranks * own)
+
+    @property
+    def _computed_mlp_size(self) -> int:
+        """Intermediate sizes of all rows that go through MLP or experts here, for each token."""
+        if not self.experts:
+            return self.mlp_size
+        return self.mlp_size // self.experts_per_token * self.expert_rows
 
     @property
     def recomputed_bytes_per_token(self) -> int:
@@ -172,10 +198,11 @@ class ModelShape:
         )
         is_frozen = self.adapters is not None
         head_grad = self.vocabulary * row if self.is_head_tied and not is_frozen else 0
-        input_grad = self.mlp_size * self.value_bytes
+        input_grad = self._computed_mlp_size * self.value_bytes
         width = self.mlp_size
         if self.experts:
-            width = self.mlp_size // self.experts_per_token * self.experts
+            own = self.experts // self.expert_ranks
+            width = self.mlp_size // self.experts_per_token * own
         return (
             Peak(fixed_bytes=self.head_bytes(chunk=chunk), token_bytes=kept + 2 * row),
             Peak(fixed_bytes=head_grad, token_bytes=kept + self.inner_bytes_per_token),
@@ -188,7 +215,7 @@ class ModelShape:
 
     @property
     def inner_bytes_per_token(self) -> int:
-        """The most bytes that one token's backward holds inside a module of the decoder.
+        """The most bytes that one token holds inside a module of the decoder, mostly in backward.
 
         - The last norm: its incoming gradient and two wide tensors; in a narrow dtype also the
           widened gradient and the result.
@@ -196,15 +223,19 @@ class ModelShape:
         - Experts: for each chosen one the gradient of its output in the order of the tokens and in
           the order of the experts, and the product of that gradient with the output. All are wide,
           as the routing weights are; in a narrow dtype the gradient is there once more, rounded.
+        - Experts on several ranks: already in forward, for each row that came here, the row, its
+          output, that times its weight of 1, and the same in the order in which rows came.
         """
         is_narrow = self.value_bytes < self.wide_bytes
         norm = self.value_bytes + 2 * self.wide_bytes
         norm += self.wide_bytes + self.value_bytes if is_narrow else 0
         rounded = self.value_bytes if is_narrow else 0
         experts = self.experts_per_token * (3 * self.wide_bytes + rounded)
+        if self.expert_ranks > 1:
+            experts = max(experts, self.expert_rows * 4 * self.value_bytes)
         # The gradient of the input, from the MLP that every token uses, waits for the experts'.
         experts += self.value_bytes if self.parts.shared_mlp_size else 0
-        return max(self.hidden * max(norm, experts), 2 * self.mlp_size * self.value_bytes)
+        return max(self.hidden * max(norm, experts), 2 * self._computed_mlp_size * self.value_bytes)
 
     @property
     def expert_index_bytes(self) -> int:

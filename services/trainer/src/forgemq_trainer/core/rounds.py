@@ -97,7 +97,7 @@ def forward_backward_rounds(
             continue
         microbatch = planned.microbatch_of_rank[peers.rank]
         if microbatch is None:
-            run_empty_microbatch(policy)
+            run_empty_microbatch(policy, recomputed_layers=planned.recomputed_layers)
             continue
         parts.append(forward_backward(policy, objective, [microbatch], head_chunk=head_chunk))
     return merged(parts)
@@ -148,16 +148,17 @@ def read_rounds(
     return np.split(summed_E, ends)[: len(read)]
 
 
-def run_empty_microbatch(policy: PolicyModel) -> None:
+def run_empty_microbatch(policy: PolicyModel, *, recomputed_layers: int) -> None:
     """Run a two-token forward and backward with zero loss; adds zero to every gradient.
 
-    The other ranks' forward gathers the parameters' shards from all ranks (FSDP), so this rank has
-    to take part even if it has nothing to train.
+    The other ranks' forward gathers the parameters' shards from all ranks (FSDP), and their tokens
+    may travel to this rank's experts, also from layers that they recompute. So this rank has to
+    take part even if it has nothing to train.
     """
     forward_backward(
         policy,
         Objective(forests=[_two_tokens()], loss_weights=[0.0], loss=_zero_loss),
-        [Microbatch(groups=(0,), blocks=((0, 2),))],
+        [Microbatch(groups=(0,), blocks=((0, 2),), recomputed_layers=recomputed_layers)],
         head_chunk=1,
     )
 

@@ -58,17 +58,21 @@ class GatheredValues:
         root: Of the decoder besides its layers: the embedding and the last norm.
         head: 0 if it is tied to the embedding.
         trained: Of all of these, those with gradients.
+        experts: Of a rank's share of the experts that tokens travel to; no part of the others.
+        holders: Ranks that hold the same share.
     """
 
     layers: int
     root: int
     head: int
     trained: int
+    experts: int = 0
+    holders: int = 1
 
     @property
     def total(self) -> int:
-        """Of the model."""
-        return self.layers + self.root + self.head
+        """That a rank holds when it has gathered all that it computes with."""
+        return self.layers + self.root + self.head + self.experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +188,7 @@ def plan_update(
 def kept_bytes(kept: Kept, *, values: GatheredValues, shape: ModelShape) -> int:
     """Bytes of each rank for what it keeps, beside its shard."""
     weights = {Kept.NOTHING: 0, Kept.HEAD: values.head}.get(kept, values.total)
-    gradients = values.trained if kept == Kept.GRADIENTS else 0
+    gradients = values.trained + values.experts if kept == Kept.GRADIENTS else 0
     return weights * shape.value_bytes + gradients * shape.wide_bytes
 
 
@@ -230,8 +234,14 @@ def update_traffic(
     gradients = values.trained * shape.wide_bytes
     reductions = 1 if kept >= Kept.GRADIENTS else passes.backwards
     return Traffic(
-        gathered=_share(whole * shape.value_bytes, ranks=grid.shards),
-        reduced=_share(reductions * gradients, ranks=grid.shards),
+        gathered=_share(whole * shape.value_bytes, ranks=grid.shards)
+        + _share(
+            _expert_values(values, kept=kept, layers=passes.forwards + passes.backwards)
+            * shape.value_bytes,
+            ranks=values.holders,
+        ),
+        reduced=_share(reductions * gradients, ranks=grid.shards)
+        + _share(reductions * values.experts * shape.wide_bytes, ranks=values.holders),
         replicated=2
         * _share(values.trained * shape.wide_bytes, ranks=grid.replicas)
         // grid.shards,
@@ -257,7 +267,13 @@ def reading_traffic(
     whole = _gathered_values(values, kept=kept, layers=forwards, root=1, head=forwards)
     entries = sum(forest.entry_count for forest in forests)
     return Traffic(
-        gathered=_share(whole * shape.value_bytes, ranks=grid.shards) if forwards else 0,
+        gathered=_share(whole * shape.value_bytes, ranks=grid.shards)
+        + _share(
+            _expert_values(values, kept=kept, layers=forwards) * shape.value_bytes,
+            ranks=values.holders,
+        )
+        if forwards
+        else 0,
         exchanged=2 * _share(entries * 8, ranks=grid.ranks)
         + sum(
             exchanged_bytes(planned, forests[planned.group], shape=shape, is_trained=False)
@@ -291,6 +307,11 @@ def _gathered_values(
     if kept >= Kept.HEAD:
         head = 1
     return layers * values.layers + root * values.root + head * values.head
+
+
+def _expert_values(values: GatheredValues, *, kept: Kept, layers: int) -> int:
+    """The same of a rank's share of the experts."""
+    return values.experts * (1 if kept >= Kept.WEIGHTS else layers)
 
 
 def _share(whole: int, *, ranks: int) -> int:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from torch import is_grad_enabled, nn
 from torch.distributed.fsdp import FSDPModule
 
+from forgemq_trainer.core.spread_experts import SpreadExperts
 from forgemq_trainer.core.traffic import Kept
 from forgemq_trainer.ranks.shard_mesh import ShardMesh
 from forgemq_trainer.ranks.sharded_head import ShardedHead
@@ -33,8 +34,10 @@ class Gathering:
         parts = [part for part in decoder.modules() if isinstance(part, FSDPModule)]
         self._parts: Sequence[FSDPModule] = parts
         self._layers = [part for part in parts if part is not decoder]
-        # While a layer computes, the next one is gathered.
-        for layer, following in itertools.pairwise(parts):
+        # While a layer computes, the next one is gathered. Experts are not in this chain: a layer
+        # that runs forward again in backward would gather the layer after it.
+        chain = [part for part in parts if not isinstance(part, SpreadExperts)]
+        for layer, following in itertools.pairwise(chain):
             layer.set_modules_to_forward_prefetch([following])
 
     @contextmanager

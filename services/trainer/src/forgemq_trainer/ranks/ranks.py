@@ -135,7 +135,7 @@ class Ranks:
             deadline_s: How long a rank waits for another within a step.
         """
         self._launch = launch
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self.device = torch.device(device)
         with self.together():
             self._join(device, deadline=timedelta(seconds=deadline_s))
@@ -173,7 +173,7 @@ class Ranks:
                 RankGrid(shards=shard_ranks, replicas=self.world_size // shard_ranks),
                 rank=self.rank,
                 device_type=self.device.type,
-                timeout=timedelta(seconds=self._deadline_s),
+                timeout=timedelta(seconds=self.deadline_s),
                 exchange=self._exchange,
             )
         self.mesh = self._meshes[shard_ranks]
@@ -212,7 +212,7 @@ class Ranks:
             reason = str(error).partition("] ")[2] or str(error)
             raise RankLostError(
                 f"rank {self.rank} lost another of {self.world_size} ranks, which died or did not "
-                f"come within {self._deadline_s:g} s: {reason.partition('. ')[0]}"
+                f"come within {self.deadline_s:g} s: {reason.partition('. ')[0]}"
             ) from error
 
     def announce(self, command: Command) -> None:

@@ -25,6 +25,7 @@ from forgemq_trainer.core.tree import Floats, Forest
 from forgemq_trainer.loading import fill, fill_adapters
 from forgemq_trainer.model import DTYPES, load_empty, with_adapters
 from forgemq_trainer.model_sizes import gathered_values
+from forgemq_trainer.ranks.expert_groups import expert_groups
 from forgemq_trainer.ranks.part_saving import PartSaving
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.ranks.sharded_updater import ShardedUpdater
@@ -60,7 +61,11 @@ class ShardedModel:
         ranks.divide(shard_ranks_of(configuration.trainer))
         self._sharded = _load_shard(configuration, checkpoint, ranks=ranks, device=device)
         self.module, self.policy = self._sharded.model, self._sharded.policy
-        self._values = gathered_values(self.module, shards=ranks.mesh.grid.shards)
+        self._values = gathered_values(
+            self.module,
+            shards=ranks.mesh.grid.shards,
+            expert_ranks=configuration.trainer.expert_ranks,
+        )
         self._reference = _load_reference(configuration, ranks=ranks, device=device)
         shards = FsdpShards(ranks, dtype=self._dtype)
         self.updater = ShardedUpdater(self.module, configuration.optimizer, shards=shards)
@@ -192,7 +197,8 @@ def _load_shard(
         folder = Path(model.path)
         empty = load_empty(folder, dtype=model.dtype, device=device)
         empty = with_adapters(empty, lora, dtype=torch.float32)
-    loaded = shard(empty, ranks=ranks, dtype=DTYPES[model.dtype])
+    experts = expert_groups(empty.model.config, configuration.trainer, ranks=ranks)
+    loaded = shard(empty, ranks=ranks, dtype=DTYPES[model.dtype], experts=experts)
     fill(loaded.model, folder)
     if lora is not None:
         adapter = None if checkpoint is None else checkpoint.adapter_folder
@@ -210,6 +216,7 @@ def _load_reference(
     empty = load_empty(folder, dtype=dtype, device=device)
     # Without gradients there are no masters, and autograd saves no activations.
     empty.model.requires_grad_(requires_grad=False)
-    sharded = shard(empty, ranks=ranks, dtype=DTYPES[dtype])
+    experts = expert_groups(empty.model.config, configuration.trainer, ranks=ranks)
+    sharded = shard(empty, ranks=ranks, dtype=DTYPES[dtype], experts=experts)
     fill(sharded.model, folder)
     return sharded

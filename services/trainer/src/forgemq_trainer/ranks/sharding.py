@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from forgemq_trainer.core.low_rank import factors_of
 from forgemq_trainer.loading import allocate
 from forgemq_trainer.model import LoadedModel
+from forgemq_trainer.ranks.expert_groups import ExpertGroups, spread_experts
 from forgemq_trainer.ranks.gathering import Gathering
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.ranks.sharded_head import ShardedHead
@@ -34,7 +35,13 @@ class ShardedPolicy(LoadedModel):
     gathering: Gathering
 
 
-def shard(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> ShardedPolicy:
+def shard(
+    loaded: LoadedModel,
+    *,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    experts: ExpertGroups | None = None,
+) -> ShardedPolicy:
     """Spread the model's parameters over the ranks, in place.
 
     Args:
@@ -43,6 +50,8 @@ def shard(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> ShardedPo
             not filled.
         ranks: All of them, divided as they shall hold the model.
         dtype: That the model computes in.
+        experts: Groups of ranks between which tokens travel to their experts; None gathers experts
+            like other parameters.
     """
     model, decoder = loaded.model, loaded.policy.decoder
     head: Any = model.get_output_embeddings()  # type: ignore[operator]  # transformers' method
@@ -56,13 +65,12 @@ def shard(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> ShardedPo
         reduce_dtype=wide,
         cast_forward_inputs=False,  # Cosines and sines stay in fp32.
     )
+    if experts is not None:
+        _shard_experts(model, experts, precision)
     layers: Any = decoder.layers
     for part in (*layers, decoder):
         fully_shard(part, mesh=ranks.mesh.device_mesh, mp_policy=precision)
-        assert isinstance(part, FSDPModule)
-        # FSDP averages by default; see the module's docstring.
-        part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)
+    _sum_gradients(decoder)
     sharded_head = None if is_tied else ShardedHead(head, ranks.mesh, dtype=dtype)
     if is_empty:
         allocate(model, device=ranks.device)
@@ -74,11 +82,38 @@ def shard(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> ShardedPo
         # FSDP keeps the root's own parameters gathered, the embedding among them, until backward
         # is over.
         gather_head=(lambda: embedding.weight) if sharded_head is None else sharded_head.gather,
-        shape=replace(loaded.policy.shape, value_bytes=dtype.itemsize, wide_bytes=wide.itemsize),
+        shape=replace(
+            loaded.policy.shape,
+            value_bytes=dtype.itemsize,
+            wide_bytes=wide.itemsize,
+            expert_ranks=1 if experts is None else experts.world_size,
+        ),
     )
     return ShardedPolicy(
         model=model, policy=policy, gathering=Gathering(decoder, sharded_head, ranks.mesh)
     )
+
+
+def _shard_experts(
+    model: nn.Module, experts: ExpertGroups, precision: MixedPrecisionPolicy
+) -> None:
+    """Give each rank its experts, and its shard of them if others hold the same ones."""
+    for part in spread_experts(model, experts):
+        # Not by experts, as the holders of a share may be more than its experts.
+        fully_shard(
+            part,
+            mesh=experts.mesh["holders"],
+            mp_policy=precision,
+            shard_placement_fn=lambda _: Shard(1),
+        )
+
+
+def _sum_gradients(decoder: nn.Module) -> None:
+    """Let FSDP sum gradients, which it averages by default; see the module's docstring."""
+    for part in decoder.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
 
 
 def whole_state(model: nn.Module, *, dtype: torch.dtype, is_kept: bool) -> dict[str, Tensor]:

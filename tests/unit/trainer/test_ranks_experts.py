@@ -1,0 +1,372 @@
+"""Ranks between which tokens travel to their experts compute the gradients of one rank."""
+
+import dataclasses
+import gc
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch_allocation import peak_allocated_bytes
+
+from forgemq_contracts.loss import Loss
+from forgemq_contracts.run import Optimizer
+from forgemq_trainer.core.assignment import OwnRound, Round, SharedRound, plan_rounds
+from forgemq_trainer.core.expert_traffic import row_bytes
+from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.core.memory import BLOCK_TOKENS_MIN, Microbatch, ModelShape
+from forgemq_trainer.core.microbatches import plan_step
+from forgemq_trainer.core.optimizer import Updater
+from forgemq_trainer.core.rounds import forward_backward_rounds, values_bytes, values_of
+from forgemq_trainer.core.spread_experts import ROWS_RATIO
+from forgemq_trainer.core.step import Objective, forward_backward, group_loss_weights, merged
+from forgemq_trainer.core.tree import Forest, read_tree
+from forgemq_trainer.model import load_model, prepare
+from forgemq_trainer.ranks.alone import ALONE
+from forgemq_trainer.ranks.expert_groups import ExpertGroups
+from forgemq_trainer.ranks.ranks import Ranks
+from forgemq_trainer.ranks.sharded_updater import ShardedUpdater
+from forgemq_trainer.ranks.sharding import FsdpShards, shard, whole_state
+from forgemq_trainer.storage.checkpoint import checkpoint_at
+from forgemq_trainer.storage.optimizer_state import RANDOM_STATE
+from tests.unit.trainer.rank_life import Life, live, restored
+from tests.unit.trainer.rank_scene import (
+    START_DEADLINE_S,
+    WORK_DEADLINE_S,
+    RankPair,
+    RankProcesses,
+)
+from tests.unit.trainer.scene import agent_samples, make_model, merge, routed, save_base
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(START_DEADLINE_S + 2 * WORK_DEADLINE_S)]
+
+CHUNK = 8
+LAYERS, TOP_K, EXPERTS = 2, 2, 8
+EXPERTS_OF_FAMILY = {
+    "qwen3_moe": {"num_experts": EXPERTS},
+    "glm4_moe": {"n_routed_experts": EXPERTS},
+    "deepseek_v3": {"n_routed_experts": EXPERTS},
+    "minimax_m2": {"num_local_experts": EXPERTS},
+    "gpt_oss": {"num_local_experts": EXPERTS},
+}
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step of a mixture.
+
+    Attributes:
+        kind: Of the model.
+        expert_ranks: Ranks that hold all experts between them.
+        plan: How the budget makes ranks run it.
+        routes: `recorded`, or `chosen` by the trainer's routers, or chosen by routers that prefer
+            the `first` two experts, so that the first rank of a group gets all rows.
+        dtype: That it computes in.
+    """
+
+    kind: str = "qwen3_moe"
+    expert_ranks: int = 2
+    plan: str = "own"
+    routes: str = "recorded"
+    dtype: torch.dtype = torch.float64
+
+
+def _forests(case: Case) -> list[Forest]:
+    """Five groups, the first four about as large."""
+    generator = np.random.default_rng(3)
+    samples = [agent_samples(generator, rollouts=5, turns=4) for _ in range(4)]
+    samples.append(agent_samples(generator, rollouts=2))
+    trees = [merge(each, f"g-{n}") for n, each in enumerate(samples)]
+    if case.routes == "recorded":
+        trees = [routed(tree, layers=LAYERS, top_k=TOP_K, experts=EXPERTS) for tree in trees]
+    return [read_tree(tree) for tree in trees]
+
+
+def _prefer_first(model: nn.Module, count: int) -> None:
+    """Make every token choose the first so many experts."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer[:count] += 10.0
+
+
+def _model(case: Case) -> nn.Module:
+    model = make_model(case.kind, case.dtype, **EXPERTS_OF_FAMILY[case.kind])
+    if case.dtype == torch.float64:  # The grouped kernel has no float64.
+        model.set_experts_implementation("eager")
+    if case.routes == "first":
+        _prefer_first(model, TOP_K)
+    return model
+
+
+def _objective(case: Case) -> Objective:
+    forests = _forests(case)
+    return Objective(
+        forests=forests,
+        loss_weights=group_loss_weights(forests, loss=Loss()),
+        loss=loss_function(Loss(ratio_cap=1.5)),
+    )
+
+
+def _budget(shape: ModelShape, forests: list[Forest], plan: str) -> int:
+    largest = max(forest.token_count for forest in forests)
+    recomputed = shape.block_bytes(largest, chunk=CHUNK, is_carried=False, recomputed_layers=1)
+    blocks = shape.block_bytes(BLOCK_TOKENS_MIN, chunk=CHUNK, is_carried=True)
+    return {
+        "own": 10**9,
+        "recomputed": recomputed,
+        "blocks": min(blocks + largest * shape.carry_bytes_per_token, recomputed - 1),
+    }[plan]
+
+
+OPTIMIZER = Optimizer(lr=1e-2, grad_norm_max=1e-2, eps=1e-3)
+"""So small a norm clips every gradient; `eps` exceeds the rounding of those that should be 0."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a step gave: gradients and updated weights by parameter, norm before clipping, loss."""
+
+    gradients: Tensors
+    weights: Tensors
+    norm: float
+    loss: float
+
+
+def _alone(case: Case) -> Seen:
+    model, objective = _model(case), _objective(case)
+    policy = prepare(model).policy
+    microbatches = plan_step(
+        objective.forests, shape=policy.shape, budget_bytes=10**9, head_chunk=CHUNK
+    )
+    values = forward_backward(policy, objective, microbatches, head_chunk=CHUNK)
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    norm = Updater(model, OPTIMIZER).update(lr=1e-2)
+    return Seen(gradients, dict(model.named_parameters()), norm, values.loss)
+
+
+class CountingGroups(ExpertGroups):
+    """Expert groups that count the bytes of the rows that they send, to this rank too."""
+
+    sent_bytes = 0
+
+    def all_to_all(self, rows: Tensor, *, sent: list[int], received: list[int]) -> Tensor:
+        """As of the ranks."""
+        self.sent_bytes += rows.nbytes
+        return super().all_to_all(rows, sent=sent, received=received)
+
+
+def _planned_bytes(rounds: tuple[Round, ...], shape: ModelShape, forests: list[Forest]) -> int:
+    """Bytes of the rows that all ranks send in these rounds."""
+    found = 0
+    for planned in rounds:
+        if isinstance(planned, SharedRound):
+            tokens = sum(end - start for block in planned.blocks for start, end in block)
+            # Every block runs twice forward, first without gradient.
+            found += row_bytes(shape, tokens=tokens, forwards=2, backwards=1)
+            continue
+        for batch in planned.microbatch_of_rank:
+            groups = () if batch is None else batch.groups
+            found += row_bytes(
+                shape,
+                tokens=sum(forests[group].token_count for group in groups) or 2,
+                forwards=1,
+                backwards=1,
+                recomputed_layers=planned.recomputed_layers,
+            )
+    return found
+
+
+def _has_parts(case: Case) -> bool:
+    return case.routes == "first" and case.expert_ranks > ROWS_RATIO
+
+
+def _of_rank(ranks: Ranks, case: Case) -> Seen | None:
+    model, objective = _model(case), _objective(case)
+    groups = CountingGroups(ranks, expert_ranks=case.expert_ranks)
+    policy = shard(prepare(model), ranks=ranks, dtype=case.dtype, experts=groups).policy
+    forests = list(objective.forests)
+    rounds = plan_rounds(
+        forests,
+        shape=policy.shape,
+        world_size=ranks.world_size,
+        budget_bytes=_budget(policy.shape, forests, case.plan),
+        head_chunk=CHUNK,
+    )
+    own = [each for each in rounds if isinstance(each, OwnRound)]
+    is_recomputed = any(each.recomputed_layers for each in own)
+    is_shared = any(isinstance(each, SharedRound) for each in rounds)
+    assert is_shared == (case.plan == "blocks")
+    assert is_shared or is_recomputed == (case.plan == "recomputed")
+    values = forward_backward_rounds(policy, objective, rounds, peers=ranks, head_chunk=CHUNK)
+    everyones = ranks.gather_bytes(values_bytes(values))
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor), name
+        assert parameter.to_local().numel() * ranks.world_size == parameter.numel(), name
+        gradients[name] = parameter.grad.full_tensor()
+    sent = int(ranks.all_reduce(torch.tensor(groups.sent_bytes)))
+    planned = _planned_bytes(rounds, policy.shape, forests)
+    # Four times the rows of an even spread travel in parts, which go once more in backward.
+    assert sent > planned if _has_parts(case) else sent == planned
+    updater = ShardedUpdater(model, OPTIMIZER, shards=FsdpShards(ranks, dtype=case.dtype))
+    norm = updater.update(lr=1e-2)
+    weights = whole_state(model, dtype=case.dtype, is_kept=ranks.rank == 0)
+    if ranks.rank > 0:
+        return None
+    trained = {name: weights[name] for name in gradients}
+    return Seen(gradients, trained, norm, merged([values_of(each) for each in everyones]).loss)
+
+
+def _worst(found: Tensors, expected: Tensors) -> float:
+    """Largest ||difference|| / ||expected||, with norms of at least a thousandth of the largest."""
+    assert found.keys() == expected.keys()
+    floor = 1e-3 * max(tensor.norm() for tensor in expected.values())
+    return max(
+        float((found[n] - expected[n]).norm() / torch.maximum(expected[n].norm(), floor))
+        for n in expected
+    )
+
+
+def _check(case: Case, processes: RankProcesses) -> None:
+    found, *_ = processes.run(_of_rank, case)
+    expected = _alone(case)
+    bound = 1e-12 if case.dtype == torch.float64 else 1e-5
+    assert _worst(found.gradients, expected.gradients) <= bound
+    assert found.norm == pytest.approx(expected.norm, rel=bound)
+    assert found.loss == pytest.approx(expected.loss, rel=max(bound, 1e-12))
+    # Adam divides by the gradient, so what is rounding there decides signs in float32.
+    if case.dtype == torch.float64:
+        assert _worst(found.weights, expected.weights) <= bound
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[RankProcesses]:
+    processes = RankProcesses(world=4)
+    yield processes
+    processes.close()
+
+
+def _name(case: Case) -> str:
+    dtype = str(case.dtype).removeprefix("torch.")
+    return f"{case.kind}-{case.expert_ranks}-{case.plan}-{case.routes}-{dtype}"
+
+
+ON_TWO = [
+    Case(plan="own", routes="chosen"),
+    *(Case(plan=plan) for plan in ("recomputed", "blocks")),
+    *(Case(kind, plan="recomputed") for kind in ("glm4_moe", "gpt_oss")),
+    *(Case(kind, plan="blocks", routes="chosen") for kind in ("deepseek_v3", "minimax_m2")),
+    Case(dtype=torch.float32, plan="recomputed"),
+]
+ON_FOUR = [
+    Case(expert_ranks=2, plan="recomputed"),
+    Case("glm4_moe", expert_ranks=2, plan="own", routes="chosen"),
+    *(Case("minimax_m2", expert_ranks=4, plan=p, routes="first") for p in ("recomputed", "blocks")),
+    Case("deepseek_v3", expert_ranks=2, plan="recomputed", routes="first"),
+]
+
+
+@pytest.mark.parametrize("case", ON_TWO, ids=_name)
+def test_gradients_of_two_ranks_with_half_of_the_experts_each_are_those_of_one(
+    case: Case, rank_pair: RankPair
+) -> None:
+    _check(case, rank_pair)
+
+
+@pytest.mark.parametrize("case", ON_FOUR, ids=_name)
+def test_gradients_of_four_ranks_are_those_of_one_also_if_most_get_no_token(
+    case: Case, four_ranks: RankProcesses
+) -> None:
+    _check(case, four_ranks)
+
+
+def _peak(ranks: Ranks, dtype: torch.dtype, recomputed_layers: int) -> tuple[int, int]:
+    """Most bytes that torch held on this rank, and as predicted."""
+    sizes = {"num_local_experts": 32, "num_experts_per_tok": 8, "intermediate_size": 32}
+    wide = {"hidden_size": 128, "head_dim": 32, "num_hidden_layers": 4}
+    model = make_model("minimax_m2", torch.float32, **(sizes | wide))
+    _prefer_first(model, 8)
+    groups = ExpertGroups(ranks, expert_ranks=ranks.world_size)
+    policy = shard(prepare(model), ranks=ranks, dtype=dtype, experts=groups).policy
+    samples = agent_samples(
+        np.random.default_rng(0), rollouts=10, turns=4, prompt=60, act=20, observe=30, vocabulary=60
+    )
+    forest = read_tree(merge(samples))
+    microbatch = Microbatch(
+        groups=(0,), blocks=((0, forest.token_count),), recomputed_layers=recomputed_layers
+    )
+
+    def run() -> None:
+        forward_backward(
+            policy,
+            Objective(forests=[forest], loss_weights=[1.0], loss=loss_function(Loss())),
+            [microbatch],
+            head_chunk=CHUNK,
+        )
+
+    run()  # Makes the parameters' gradients.
+    gc.collect()
+    predicted = policy.shape.block_bytes(
+        forest.token_count, chunk=CHUNK, is_carried=False, recomputed_layers=recomputed_layers
+    )
+    return peak_allocated_bytes(run), predicted
+
+
+@pytest.mark.parametrize(
+    ("dtype", "recomputed_layers"), [(torch.float32, 0), (torch.bfloat16, 2)], ids=["fp32", "bf16"]
+)
+def test_the_rank_to_which_all_tokens_travel_holds_the_predicted_bytes(
+    dtype: torch.dtype, recomputed_layers: int, rank_pair: RankPair
+) -> None:
+    """Torch counts this tiny model's gathered parameters too, 2 % of the bytes."""
+    first, second = rank_pair.run(_peak, dtype, recomputed_layers)
+    assert first[0] == pytest.approx(first[1], rel=0.05)
+    assert second[0] < 0.6 * second[1]
+
+
+def _stored(life: Life, step: int) -> tuple[Tensors, Tensors]:
+    """Weights and optimizer state of a checkpoint, by the model's names."""
+    checkpoint = checkpoint_at(life.folder / f"trainer/checkpoints/step-{step:08d}", is_hashed=True)
+    state = {RANDOM_STATE: checkpoint.random_state(), **checkpoint.optimizer_state()}
+    return load_model(checkpoint.folder, dtype="float32").model.state_dict(), state
+
+
+def _assert_equal(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_a_checkpoint_continues_from_its_bytes_on_other_numbers_of_expert_ranks(
+    tmp_path: Path, rank_pair: RankPair, four_ranks: RankProcesses
+) -> None:
+    """One rank; two with half of the experts each; four with a half, then with a quarter each."""
+    changing, alone = (Life(tmp_path / name, (0,), is_routed=True) for name in ("many", "one"))
+    for life in (changing, alone):
+        save_base(life.folder / "base", kind="qwen3_moe")
+    live(ALONE, changing)
+    expected = live(ALONE, dataclasses.replace(alone, steps=(0, 1, 2, 3)))
+    for step, processes, expert_ranks in (
+        (1, rank_pair, 2),
+        (2, four_ranks, 2),
+        (3, four_ranks, 4),
+    ):
+        life = dataclasses.replace(changing, steps=(step,), expert_ranks=expert_ranks)
+        weights, state = _stored(life, step - 1)
+        (version, found_state), *_ = processes.run(restored, life)
+        assert version.weights is not None
+        _assert_equal(version.weights, weights)
+        _assert_equal(found_state, state)
+        shutil.rmtree(life.folder / "again")
+        (seen,), *_ = processes.run(live, life)
+        assert seen.loss_tokens == expected[step].loss_tokens
+        assert seen.grad_norm == pytest.approx(expected[step].grad_norm, rel=1e-3)
+    ours, theirs = (_stored(life, 3)[0] for life in (changing, alone))
+    assert _worst(ours, theirs) <= 1e-4
