@@ -34,6 +34,7 @@ class PlannedModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     experts: Annotated[int, Meta(description="All of them.")]
     other: Annotated[int, Meta(description="Norms, routers, biases of routers.")]
     layer_max: Annotated[int, Meta(description="Parameters of the largest layer.")]
+    layer_experts_max: Annotated[int, Meta(description="Of its experts alone; 0: dense.")] = 0
     query_heads: int
     key_heads: int
     head_size: int
@@ -136,6 +137,8 @@ class PlannedStep(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
         replicated_bytes: Of summed shards, which are summed over the replicas of the model.
         exchanged_bytes: Keys, values, their gradients and log-probabilities of groups that ranks
             share.
+        travelled_bytes: Rows of tokens that leave a rank for experts of others, outputs of its own
+            experts that go back, and gradients of both; 0 if each rank runs all experts.
         predicted_bytes: Most bytes at once on a rank, fixed part apart; 0 if ranks share a group.
         refused_step: Why the step's own trees have no plan; "" if they have.
     """
@@ -155,6 +158,7 @@ class PlannedStep(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     reduced_bytes: int = 0
     replicated_bytes: int = 0
     exchanged_bytes: int = 0
+    travelled_bytes: int = 0
     predicted_bytes: int = 0
     refused_step: str = ""
 

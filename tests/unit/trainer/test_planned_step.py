@@ -128,6 +128,20 @@ def test_what_the_budget_has_room_for_is_kept_between_passes(
     assert step.reduced_bytes == reductions * 4 * VALUES.total // 2
 
 
+def test_tokens_travel_in_forward_in_backward_and_again_from_recomputed_layers():
+    shape = replace(SHAPE, experts=8, experts_per_token=2, expert_ranks=2)
+    row = shape.hidden * shape.value_bytes
+    roomy = replace(_ranks(2, tokens=1), budget_bytes=10**9)
+    usual = planned_step(TREES, shape=shape, ranks=roomy)
+    # 1400 tokens on the rank with most; 2 layers, 2 rows of a token, there and back in two passes,
+    # of which half leaves the rank.
+    assert usual.travelled_bytes == 1400 * row * 2 * 2 * (2 * 2) // 2
+    budget = shape.block_bytes(1000, chunk=8, is_carried=False, recomputed_layers=1)
+    tight = replace(roomy, budget_bytes=budget)
+    again = planned_step(TREES[:1], shape=shape, ranks=tight)
+    assert again.travelled_bytes == 1000 * row * 2 * (2 * (2 * 2) + 2) // 2
+
+
 def test_a_group_without_a_plan_says_why():
     group = planned_group(TREES[0], shape=SHAPE, ranks=_ranks(2, tokens=70))
     assert group.way == "none"

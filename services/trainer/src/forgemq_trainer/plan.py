@@ -47,6 +47,7 @@ from forgemq_trainer.model_sizes import (
     key_heads_of,
     model_shape,
 )
+from forgemq_trainer.start_checks import check_expert_ranks
 
 _PARTS = {
     ".embed_tokens.": "embedding",
@@ -100,11 +101,14 @@ def sizes_of(config: Any, lora: Lora | None = None) -> PlannedModel:  # noqa: AN
     model = model_without_memory(config)
     counts = dict.fromkeys({*_PARTS.values()}, 0)
     layers: dict[str, int] = {}
+    experts: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         counts[_part_of(name)] += parameter.numel()
         if ".layers." in name:
             layer = name.partition(".layers.")[2].partition(".")[0]
             layers[layer] = layers.get(layer, 0) + parameter.numel()
+            if _part_of(name) == "experts":
+                experts[layer] = experts.get(layer, 0) + parameter.numel()
     query_heads = int(config.num_attention_heads)
     chosen = int(getattr(config, "num_experts_per_tok", None) or 0)
     adapters = 0 if lora is None else _adapters_of(model, lora).parameters * len(layers)
@@ -112,6 +116,7 @@ def sizes_of(config: Any, lora: Lora | None = None) -> PlannedModel:  # noqa: AN
         model_type=str(config.model_type),
         layers=int(config.num_hidden_layers),
         layer_max=max(layers.values()),
+        layer_experts_max=max(experts.values(), default=0),
         query_heads=query_heads,
         key_heads=key_heads_of(config),
         head_size=head_size_of(config),
@@ -154,6 +159,7 @@ def step_of(config: Any, asked: AskedStep) -> PlannedStep:  # noqa: ANN401
     """
     run = asked.configuration
     check_supported(config)
+    check_expert_ranks(config, run.trainer)
     shape = shape_of(config, run, device=asked.device)
     ranks = Ranks(
         grid=RankGrid(
@@ -182,7 +188,9 @@ def _values_of(config: Any, run: RunConfiguration) -> GatheredValues:  # noqa: A
     model = model_without_memory(config)
     if run.lora is not None:
         _adapters_of(model, run.lora)
-    return gathered_values(model, shards=shard_ranks_of(run.trainer))
+    return gathered_values(
+        model, shards=shard_ranks_of(run.trainer), expert_ranks=run.trainer.expert_ranks
+    )
 
 
 def shape_of(config: Any, run: RunConfiguration, *, device: str) -> ModelShape:  # noqa: ANN401
@@ -193,6 +201,7 @@ def shape_of(config: Any, run: RunConfiguration, *, device: str) -> ModelShape: 
             of an adapter's target.
     """
     shape = model_shape(config, dtype=DTYPES[run.model.dtype])
+    shape = replace(shape, expert_ranks=run.trainer.expert_ranks)
     if run.lora is not None:
         shape = replace(shape, adapters=_adapters_of(model_without_memory(config), run.lora))
     head_size = head_size_of(config)

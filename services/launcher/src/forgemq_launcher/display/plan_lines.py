@@ -145,6 +145,9 @@ def _seconds(report: PlanReport) -> Iterator[str]:
     yield _row("trainer: gathers and reductions", _moved(seconds.gather_s, seconds.gathered_bytes))
     exchanged = _moved(seconds.exchange_s, plan.step.exchanged_bytes)
     yield _row("trainer: exchange of shared groups", exchanged)
+    if plan.step.travelled_bytes:
+        travelled = _moved(seconds.travel_s, plan.step.travelled_bytes)
+        yield _row("trainer: tokens to experts and back", travelled)
     yield _row("trainer: optimizer", f"{seconds.update_s:,.2f}")
     yield _row("engines: prefill", f"{seconds.prefill_s:,.1f}")
     batch = f"{seconds.decode_batch} episodes at once in an engine"

@@ -25,6 +25,7 @@ class StepSeconds(Struct, frozen=True, kw_only=True):
         compute_s: Forward and backward of the rank that computes longest.
         gather_s: Weights that ranks gather, gradients that they reduce.
         exchange_s: Keys and values of groups that ranks share.
+        travel_s: Tokens go to the ranks of their experts, and back.
         update_s: The optimizer reads and writes its state.
         prefill_s: Engines read contexts.
         decode_s: Engines sample.
@@ -36,6 +37,7 @@ class StepSeconds(Struct, frozen=True, kw_only=True):
     compute_s: float
     gather_s: float
     exchange_s: float
+    travel_s: float
     update_s: float
     prefill_s: float
     decode_s: float
@@ -46,7 +48,8 @@ class StepSeconds(Struct, frozen=True, kw_only=True):
     @property
     def train_s(self) -> float:
         """Of the trainer: what it moves is not overlapped with what it computes."""
-        return self.compute_s + self.gather_s + self.exchange_s + self.update_s
+        moved_s = self.gather_s + self.exchange_s + self.travel_s
+        return self.compute_s + moved_s + self.update_s
 
     @property
     def rollout_s(self) -> float:
@@ -83,6 +86,8 @@ def step_seconds(planned: Planned, machines: Machines, gpu: Gpu) -> StepSeconds:
     nearby, between = gpu.link_bytes_per_s * share, gpu.network_bytes_per_s * share
     among_all = between if has_own_nodes else nearby
     sharded = step.gathered_bytes + step.reduced_bytes
+    # An expert group is a run of ranks, so it is on one node if it divides a node's GPUs.
+    is_apart = has_own_nodes and machines.gpus % configuration.trainer.expert_ranks > 0
     # Weights, masters, gradients and moments are read, and all but the gradients written.
     state = STATE_BYTES[dtype] * model.trained / shards
     batch = decode_batch(planned)
@@ -91,6 +96,7 @@ def step_seconds(planned: Planned, machines: Machines, gpu: Gpu) -> StepSeconds:
         compute_s=step.slowest_flops / flops_per_s,
         gather_s=sharded / (between if is_split else nearby) + step.replicated_bytes / among_all,
         exchange_s=step.exchanged_bytes / among_all,
+        travel_s=step.travelled_bytes / (between if is_apart else nearby),
         update_s=2 * state / (gpu.memory_bytes_per_s * share),
         prefill_s=prefill,
         decode_s=decode,

@@ -77,16 +77,22 @@ def trainer_memory(
         device_bytes=free_bytes,
         state_bytes=memory.state_bytes(dtype) // shard_ranks,
         reference_bytes=has_reference * model.parameters * VALUE_BYTES[dtype] // shard_ranks,
-        gathered_bytes=_gathered_bytes(model, dtype) if trainer.world_size > 1 else 0,
+        gathered_bytes=_gathered_bytes(model, dtype, expert_ranks=trainer.expert_ranks)
+        if trainer.world_size > 1
+        else 0,
         spare_bytes=0 if gpu is None else free_bytes - int(GPU_SHARE * free_bytes),
         budget_bytes=trainer.memory_budget_bytes if is_budget_named else found,
         is_budget_named=is_budget_named,
     )
 
 
-def _gathered_bytes(model: PlannedModel, dtype: str) -> int:
-    """Most bytes of whole parameters and gradients that a rank holds beside its part."""
+def _gathered_bytes(model: PlannedModel, dtype: str, *, expert_ranks: int) -> int:
+    """Most bytes of whole parameters and gradients that a rank holds beside its part.
+
+    Of a layer's experts it gathers those that it computes with.
+    """
     value_bytes = VALUE_BYTES[dtype]
-    layers = GATHERED_LAYERS * model.layer_max * value_bytes
-    gradients = model.layer_trained * (value_bytes + WIDE_BYTES)
+    elsewhere = model.layer_experts_max - model.layer_experts_max // expert_ranks
+    layers = GATHERED_LAYERS * (model.layer_max - elsewhere) * value_bytes
+    gradients = (model.layer_trained - elsewhere) * (value_bytes + WIDE_BYTES)
     return layers + gradients + model.embedding * value_bytes

@@ -10,6 +10,7 @@ import msgspec
 
 from forgemq_contracts.trainer_plan import PlannedGroup, PlannedStep
 from forgemq_trainer.core.assignment import OwnRound, Round, SharedRound
+from forgemq_trainer.core.expert_traffic import leaving_bytes, row_bytes
 from forgemq_trainer.core.flops import Flops, flops_of_tree, forward_of
 from forgemq_trainer.core.memory import Microbatch, ModelShape
 from forgemq_trainer.core.microbatches import plan_step
@@ -102,6 +103,7 @@ def planned_step(forests: Sequence[Forest], *, shape: ModelShape, ranks: Ranks) 
         reduced_bytes=traffic.reduced,
         replicated_bytes=traffic.replicated,
         exchanged_bytes=traffic.exchanged,
+        travelled_bytes=sum(_travelled_bytes(each, forests, shape=shape) for each in rounds),
         predicted_bytes=0 if is_shared else max((b.predicted_bytes for b in batches), default=0),
     )
 
@@ -156,3 +158,25 @@ def _recomputation(cost: Flops, layers: int, *, shape: ModelShape) -> float:
     Their attention's output is kept on most backends, and the head runs once.
     """
     return forward_of(cost, shape).weights * layers / shape.layers
+
+
+def _travelled_bytes(planned: Round, forests: Sequence[Forest], *, shape: ModelShape) -> int:
+    """Of the rank with most tokens in a round: rows that leave it for experts of other ranks."""
+    if shape.expert_ranks == 1:
+        return 0
+    if isinstance(planned, SharedRound):
+        tokens = sum(max(end - start for start, end in block) for block in planned.blocks)
+        # Every block runs forward first without gradient.
+        sent = row_bytes(shape, tokens=tokens, forwards=2, backwards=1)
+    else:
+        sent = row_bytes(
+            shape,
+            tokens=max(
+                sum(forests[group].token_count for group in batch.groups)
+                for batch in _microbatches(planned)
+            ),
+            forwards=1,
+            backwards=1,
+            recomputed_layers=planned.recomputed_layers,
+        )
+    return leaving_bytes(shape, sent)
