@@ -136,8 +136,8 @@ def test_the_planned_bytes_of_a_recipes_scaled_model_are_what_torch_holds(recipe
     config = scaled_config(recipe)
     tree = usual_tree(EpisodeShape(turns=2, prompt=64, sampled=40, observed=20), episodes=6)
     tree = msgspec.structs.replace(tree, tokens=bytes(len(tree.tokens)))
-    changes = ("trainer.world_size=1", "model.dtype=float32", "trainer.head_chunk_tokens=32")
-    run = run_of(SCALED_FILES[recipe], *changes)
+    changes = ("trainer.world_size=1", "trainer.expert_ranks=1", "model.dtype=float32")
+    run = run_of(SCALED_FILES[recipe], *changes, "trainer.head_chunk_tokens=32")
     group = GroupsOfTree(tree=topics.encode(tree), groups=1)
     asked = AskedStep(
         config=json.dumps(config).encode(),

@@ -75,7 +75,9 @@ def _step(recipe: str, base: Path, folder: Path, *, ranks: int) -> Step:
     """The recipe's step with so many ranks; of a mixture the engines record the routes."""
     config = scaled_config(recipe, dtype="bfloat16")
     # At the recipe's rate the warm-up's first step is below what bfloat16 can show.
-    overrides = (f"model.path={base}", f"trainer.world_size={ranks}", "optimizer.lr=1e-3")
+    overrides = [f"model.path={base}", f"trainer.world_size={ranks}", "optimizer.lr=1e-3"]
+    if run_of(SCALED_FILES[recipe]).trainer.expert_ranks > 1:
+        overrides.append(f"trainer.expert_ranks={ranks}")
     run = run_of(SCALED_FILES[recipe], *overrides)
     assert run.model.dtype == "bfloat16"
     [queue] = run.queues
