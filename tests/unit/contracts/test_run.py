@@ -98,6 +98,9 @@ def test_expert_ranks_divide_the_ranks_and_are_refused_beside_adapters():
         check(msgspec.structs.replace(SOUND, trainer=uneven))
     even = Trainer(steps=1, world_size=4, expert_ranks=2)
     check(msgspec.structs.replace(SOUND, trainer=even))
+    replicas = msgspec.structs.replace(even, shard_ranks=2)
+    with pytest.raises(ValueError, match=r"^trainer\.shard_ranks must be left out .* got 2$"):
+        check(msgspec.structs.replace(SOUND, trainer=replicas))
     with pytest.raises(ValueError, match=r"^trainer\.expert_ranks must be 1 with lora: .* got 2$"):
         check(msgspec.structs.replace(SOUND, trainer=even, lora=Lora()))
 

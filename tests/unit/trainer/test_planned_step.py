@@ -142,6 +142,16 @@ def test_tokens_travel_in_forward_in_backward_and_again_from_recomputed_layers()
     assert again.travelled_bytes == 1000 * row * 2 * (2 * (2 * 2) + 2) // 2
 
 
+def test_of_experts_on_several_ranks_a_share_is_gathered_by_the_ranks_that_hold_it():
+    values = replace(VALUES, layers=2000, trained=2500, experts=1000, holders=2)
+    ranks = replace(_ranks(4, tokens=1000), values=values)
+    step = planned_step(TREES * 2, shape=SHAPE, ranks=ranks)
+    assert (step.forwards, step.backwards, step.kept) == (2, 2, "nothing")
+    whole = 4 * (4 * 2000 + 2 * 300 + 2 * 200)
+    assert step.gathered_bytes == whole * 3 // 4 + 4 * 4 * 1000 // 2
+    assert step.reduced_bytes == 2 * 4 * 2500 * 3 // 4 + 2 * 4 * 1000 // 2
+
+
 def test_a_group_without_a_plan_says_why():
     group = planned_group(TREES[0], shape=SHAPE, ranks=_ranks(2, tokens=70))
     assert group.way == "none"

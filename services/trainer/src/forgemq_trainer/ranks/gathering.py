@@ -36,7 +36,8 @@ class Gathering:
         self._layers = [part for part in parts if part is not decoder]
         # While a layer computes, the next one is gathered. Experts are not in this chain: a layer
         # that runs forward again in backward would gather the layer after it.
-        chain = [part for part in parts if not isinstance(part, SpreadExperts)]
+        experts = {id(part) for part in decoder.modules() if isinstance(part, SpreadExperts)}
+        chain = [part for part in parts if id(part) not in experts]
         for layer, following in itertools.pairwise(chain):
             layer.set_modules_to_forward_prefetch([following])
 
