@@ -6,7 +6,7 @@ send is counted, and is what the formula says.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,12 +27,13 @@ from forgemq_trainer.core.rounds import forward_backward_rounds, read_rounds
 from forgemq_trainer.core.step import Objective, forward_backward, group_loss_weights
 from forgemq_trainer.core.traffic import Kept, passes_of, reading_traffic, update_traffic
 from forgemq_trainer.core.tree import Forest, read_tree
-from forgemq_trainer.model import prepare
+from forgemq_trainer.model import LoadedModel, prepare
 from forgemq_trainer.model_sizes import gathered_values
 from forgemq_trainer.ranks.ranks import Ranks
-from forgemq_trainer.ranks.sharding import ShardedPolicy, shard
+from forgemq_trainer.ranks.sharding import shard
 from tests.unit.trainer.rank_scene import START_DEADLINE_S, WORK_DEADLINE_S, RankPair, RankProcesses
 from tests.unit.trainer.scene import agent_samples, make_model, merge
+from tests.unit.trainer.test_low_rank import adapted
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(START_DEADLINE_S + 2 * WORK_DEADLINE_S)]
 
@@ -51,6 +52,7 @@ class Case:
         kind: Of the model; 63 rows of embedding and head make shards of two sizes.
         is_tied: True if the head's weights are the embedding's.
         has_reference: True if the loss has a KL to another model.
+        is_adapted: True if adapters train, of a frozen model.
     """
 
     world: int
@@ -59,6 +61,7 @@ class Case:
     kind: str = "qwen3"
     is_tied: bool = False
     has_reference: bool = False
+    is_adapted: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,19 +112,23 @@ def _forests(case: Case) -> tuple[Forest, ...]:
     return tuple(read_tree(merge(samples, f"g-{n}")) for n, samples in enumerate(groups))
 
 
-def _model(case: Case) -> nn.Module:
-    model = make_model(case.kind, torch.float64, vocab_size=63, tie_word_embeddings=case.is_tied)
+def _loaded(case: Case) -> LoadedModel:
+    sizes = {"vocab_size": 63, "tie_word_embeddings": case.is_tied}
+    if case.is_adapted:
+        return adapted(case.kind, torch.float64, "k_proj", "o_proj", "down_proj", **sizes)
+    model = make_model(case.kind, torch.float64, **sizes)
     if case.kind == "qwen3_moe":
         model.set_experts_implementation("eager")  # The grouped kernel has no float64.
-    return model
+    return prepare(model)
 
 
-def _reference(case: Case) -> nn.Module:
-    model = _model(case)
+def _reference(case: Case) -> LoadedModel:
+    loaded = _loaded(replace(case, is_adapted=False))
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in loaded.model.parameters():
             parameter.mul_(1.1)
-    return model.requires_grad_(requires_grad=False)
+    loaded.model.requires_grad_(requires_grad=False)
+    return loaded
 
 
 def _objective(case: Case, forests: Sequence[Forest]) -> Objective:
@@ -158,28 +165,25 @@ def _divided(ranks: Ranks, shards: int) -> Iterator[None]:
     ranks.divide(ranks.world_size)
 
 
-def _sharded(model: nn.Module, ranks: Ranks) -> ShardedPolicy:
-    return shard(prepare(model), ranks=ranks, dtype=torch.float64)
-
-
 def _of_rank(ranks: Ranks, case: Case) -> dict[str, Seen]:
     """The same update with everything that may be kept, and a reading of the reference."""
     with _divided(ranks, case.shards):
-        model, forests = _model(case), _forests(case)
-        sharded = _sharded(model, ranks)
-        shape, grid = sharded.policy.shape, ranks.mesh.grid
+        forests = _forests(case)
+        sharded = shard(_loaded(case), ranks=ranks, dtype=torch.float64)
+        model, shape, grid = sharded.model, sharded.policy.shape, ranks.mesh.grid
         values = gathered_values(model, shards=case.shards)
         rounds = _rounds(case, forests, shape)
         sizes: Any = {"shape": shape, "values": values, "grid": grid}
         seen = {}
         if case.has_reference:
-            reference = _sharded(_reference(case), ranks)
+            reference = shard(_reference(case), ranks=ranks, dtype=torch.float64)
             for kept in Kept:
                 with _Sent() as sent, reference.gathering.reading(kept):
                     read = read_rounds(
                         reference.policy, routeless(forests), rounds, peers=ranks, head_chunk=CHUNK
                     )
-                expected = reading_traffic(rounds, forests, kept=kept, **sizes).total
+                of_it = sizes | {"values": gathered_values(reference.model, shards=case.shards)}
+                expected = reading_traffic(rounds, forests, kept=kept, **of_it).total
                 seen[f"read, kept {kept.name}"] = Seen({}, (sent.sent_bytes, expected))
             forests = filled(forests, read)
         for kept in Kept:
@@ -201,17 +205,19 @@ def _taken(model: nn.Module) -> Gradients:
     """The whole gradients, which are dropped."""
     gradients = {}
     for name, parameter in model.named_parameters():
-        assert isinstance(parameter.grad, DTensor), name
-        gradients[name], parameter.grad = parameter.grad.full_tensor(), None
+        if parameter.requires_grad:
+            assert isinstance(parameter.grad, DTensor), name
+            gradients[name] = parameter.grad.full_tensor()
+        parameter.grad = None
     return gradients
 
 
 def _alone(case: Case) -> Gradients:
-    model, forests = _model(case), _forests(case)
-    policy = prepare(model).policy
+    loaded, forests = _loaded(case), _forests(case)
+    model, policy = loaded.model, loaded.policy
     microbatches = plan_step(forests, shape=policy.shape, budget_bytes=10**9, head_chunk=CHUNK)
     if case.has_reference:
-        reference = prepare(_reference(case)).policy
+        reference = _reference(case).policy
         forests = with_references(reference, forests, microbatches, head_chunk=CHUNK)
     forward_backward(policy, _objective(case, forests), microbatches, head_chunk=CHUNK)
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -222,13 +228,14 @@ CASES = [
     *(Case(4, shards, True, has_reference=True) for shards in (1, 4)),
     *(Case(2, shards, True, has_reference=True) for shards in (1, 2)),
     *(Case(4, 2, False, kind, is_tied=True) for kind in ("llama", "qwen3_moe")),
+    Case(4, 2, True, is_adapted=True, has_reference=True),
 ]
 
 
 def _name(case: Case) -> str:
     parts = [case.kind, f"{case.world // case.shards} replicas of {case.shards}"]
     parts += ["shared" if case.is_shared else "own", "tied" if case.is_tied else ""]
-    parts += ["reference" if case.has_reference else ""]
+    parts += ["reference" if case.has_reference else "", "adapters" if case.is_adapted else ""]
     return "-".join(filter(None, parts))
 
 
@@ -249,6 +256,8 @@ def test_gradients_are_those_of_one_rank_and_bytes_those_of_the_formula(
         for other in results[1:]:
             for parameter, gradient in other[name].gradients.items():
                 assert torch.equal(gradient, seen.gradients[parameter]), f"{name}: {parameter}"
+    for kept in Kept:
+        assert results[0][kept.name].gradients.keys() == expected.keys()
     updates = [results[0][kept.name].sent[0] for kept in Kept]
     assert updates == sorted(updates, reverse=True)
     # A rank that holds the whole model has only the sums over the replicas to send, and keys.

@@ -286,7 +286,11 @@ def reading_traffic(
 def exchanged_bytes(
     planned: SharedRound, forest: Forest, *, shape: ModelShape, is_trained: bool
 ) -> int:
-    """What a rank sends of a group that all ranks run: gathers are of equal ranges, so padded."""
+    """What a rank sends of a group that all ranks run: gathers are of equal ranges, so padded.
+
+    At most so much with adapters: if none is on the first layer's keys and values, these have no
+    gradients to send.
+    """
     of_token = 2 * shape.layers * shape.key_size
     sent = sum(
         (len(ranges) - 1) * max(end - start for start, end in ranges) for ranges in planned.blocks
