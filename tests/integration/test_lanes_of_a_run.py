@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(180
 
 STEPS = 40
 SETTLED_S = 120.0
+LANE_S_MAX = 400.0
 GROUPS_FORMED = r'"group_formed"[^\n]*"lanes":\[0,1,2\].*"group_formed"[^\n]*"lanes":\[0,2\]'
 """In the trainer's log, after lane 2 was added and lane 0 was resumed without lane 1."""
 
@@ -89,9 +90,12 @@ def until_listed(
         time.sleep(1.0)
 
 
-def records_of_lanes(bootstrap: str, topic: topics.Topic, *, run_id: str, blobs: str) -> list[Any]:
-    """Every record of a topic of a run that has room for three lanes, decoded."""
-    count = topics.partition_count(topic, small_run(group_partitions=GROUP_PARTITIONS, lanes=3))
+def records_of_lanes(
+    bootstrap: str, topic: topics.Topic, *, run_id: str, blobs: str, lanes: int = 3
+) -> list[Any]:
+    """Every record of a topic of a run that has room for so many lanes, decoded."""
+    layout = small_run(group_partitions=GROUP_PARTITIONS, lanes=lanes)
+    count = topics.partition_count(topic, layout)
 
     async def read() -> list[Record]:
         connection = KafkaConnection(bootstrap=bootstrap)
@@ -200,6 +204,59 @@ def test_the_launcher_starts_and_stops_the_engines_of_lanes_that_come_and_go(
         assert run.left_behind() == []
     finally:
         run.close()
+
+
+def test_a_run_is_resumed_with_room_for_another_lane_and_with_no_less(
+    kafka_bootstrap, base_engine_url, engine_model, new_run_id, tmp_path
+):
+    """Lane 1 has no partitions when the run begins; after the resume it serves."""
+    run_id = new_run_id()
+    second = EngineServer(
+        str(engine_model), tmp_path / "second", port=free_port(), options=engine_options()
+    )
+    environ = {
+        "FORGEMQ_KAFKA": kafka_bootstrap,
+        "FORGEMQ_ENGINE_URL": base_engine_url,
+        "FORGEMQ_TRAINER_FAST_PATH": "gloo-shared",
+    }
+    run = LaunchedRun(tmp_path / "launcher", environ)
+    room = ("log.lanes_max=1", "log.keep_for_replay=true")
+    try:
+        second.start()
+        run.start(DIALOGUE, f"run={run_id}", "trainer.steps=2000", *room)
+        run.wait_for_line("step 1 trained", within_s=LANE_S_MAX)
+        run.interrupt()
+        assert run.wait_for_end(within_s=120) == 130
+        trained = max(map(int, re.findall(r"step (\d+) trained", run.output())))
+        run.start(DIALOGUE, "--resume", run_id, "log.lanes_max=2")
+        run.wait_for_line("changed by this resume: log.lanes_max: 1 -> 2", within_s=60)
+        run.wait_for_line(f"step {trained + 2} trained", within_s=LANE_S_MAX)
+        second.wait_healthy(timeout_s=START_TIMEOUT_S)
+        status, text = forgemq(run, "add-lane", run_id, "--engine", second.url)
+        assert (status, "lane 1 is added" in text) == (0, True), text
+        until_listed(run, run_id, 1, "takes requests", within_s=LANE_S_MAX)
+        trained = max(map(int, re.findall(r"step (\d+) trained", run.output())))
+        run.wait_for_line(f"step {trained + 2} trained", within_s=LANE_S_MAX)
+        run.interrupt()
+        assert run.wait_for_end(within_s=120) == 130
+        assert run.left_behind() == []
+        for change, words in (
+            ("log.lanes_max=1", "log.lanes_max was 2 when"),
+            ("log.group_partitions=9", "log.group_partitions was 2 when"),
+        ):
+            status, text = forgemq(run, "run", DIALOGUE, "--resume", run_id, change)
+            assert (status, words in " ".join(text.split())) == (2, True), text
+    finally:
+        run.close()
+        second.stop()
+    asked = records_of_lanes(
+        kafka_bootstrap,
+        topics.REQUESTED_COMPLETIONS,
+        run_id=run_id,
+        blobs=str(run.blobs(run_id)),
+        lanes=2,
+    )
+    assert {each.lane for each in asked} == {0, 1}
 
 
 def refuse_bad_input(run: LaunchedRun, run_id: str) -> None:
