@@ -64,10 +64,11 @@ def draw(folders: dict[tuple[str, int], Path]) -> None:
 def main() -> int:
     """Play every case and seed, copy their curves, and print the table."""
     parser = parser_of(__doc__ or "")
-    parser.add_argument("--case", choices=CASES, action="append")
     parser.add_argument("--seed", type=int, choices=SEEDS, action="append")
     options = parser.parse_args()
     cases, seeds = options.case or CASES, options.seed or SEEDS
+    if unknown := set(cases) - set(CASES):
+        parser.error(f"--case: must be one of {', '.join(CASES)}, got {', '.join(unknown)}")
     measurement = Measurement(
         name="environment",
         question="How far does held-out success rise by the rubric of an environment?",

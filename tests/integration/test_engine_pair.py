@@ -219,6 +219,41 @@ async def test_a_prefill_engine_that_is_killed_while_it_sends_fails_attempts_and
     assert scene.events_named("engine_lost")
 
 
+async def test_a_decode_engine_that_is_killed_while_it_samples_fails_attempts_and_nothing_else(
+    pair: PairServers, engine_model: Path, trained: Path
+) -> None:
+    """Prefill stays up and keeps its weights; the lane serves once decode has the newest too."""
+    async with serving_pair(pair, engine_model) as scene:
+        await scene.publish(trained, version=1)
+        await scene.loaded(count=2)
+        await scene.request(1, CONTEXT, max_tokens=8)
+        await scene.finished(count=1, timeout_s=60)
+        for number in range(2, INTERRUPTED + 1):
+            await scene.request(number, [*CONTEXT, number], max_tokens=TOKENS, temperature=5.0)
+        await scene.until_running()
+        pair.decode.stop()
+        broken = by_number(await scene.finished(count=INTERRUPTED, timeout_s=60))
+        await scene.report(is_serving=False)
+        await asyncio.to_thread(pair.decode.start)
+        await asyncio.to_thread(pair.decode.wait_healthy, timeout_s=START_TIMEOUT_S)
+        await scene.report(is_serving=True, timeout_s=60)
+        later = range(INTERRUPTED + 1, INTERRUPTED + 4)
+        for number in later:
+            await scene.request(number, [*CONTEXT, number], max_tokens=8, temperature=0.0)
+        records = by_number(await scene.finished(count=INTERRUPTED + 3, timeout_s=60))
+    assert broken.pop(1).error == ""
+    failed = [record for record in broken.values() if record.error]
+    assert failed
+    assert {(record.failure, record.output) for record in failed} == {("engine", b"")}
+    for number in later:
+        tokens = unpack_ids(records[number].output)
+        assert (records[number].error, records[number].spans[0].version) == ("", 1)
+        assert unpack_floats(records[number].logprobs) == computed(
+            trained, [*CONTEXT, number], tokens
+        )
+    assert scene.events_named("engine_lost")
+
+
 async def test_half_a_pair_is_refused_by_name(pair: PairServers, engine_model: Path) -> None:
     """Each engine generates by itself only for a peer, so a lane with one of them never would."""
     scene = await scene_on(engine_model, pair.decode.url)
