@@ -6,12 +6,15 @@ real engine. Curves go to docs/learning/.
 
     make load NAME=environment JSON=environment.json
 
+A control whose groups have no two different returns any more trains nothing and does not end by
+itself: `forgemq stop environment-shuffled-0` ends it with a report, and the load test goes on.
+
 A run that was played before is read again. `--case NAME` plays and shows this case alone, and
 `--seed N`, any number of times, these seeds alone.
 """
 
 import shutil
-import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +23,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 from measurement import Measurement, parser_of
-from played_runs import CURVES, curve_of, play, report_of
+from played_runs import CURVES, curve_of, folder_of, play, report_of
 
 RUN_FILE = "deploy/environments/run.toml"
 # Fixed before the first run, so that no seed is chosen by its result.
@@ -46,6 +49,17 @@ def settings_of(case: str, seed: int) -> tuple[str, ...]:
 def name_of(case: str, seed: int) -> str:
     """The name of a run, and of its curve."""
     return f"environment-{case}-{seed}"
+
+
+def played(name: str, *settings: str) -> Path:
+    """Play a run to its end, or until somebody stops it; returns its folder."""
+    try:
+        return play(name, RUN_FILE, *settings)
+    except subprocess.CalledProcessError:
+        folder = folder_of(name)
+        if not (folder / "report.json").exists():
+            raise
+        return folder
 
 
 def draw(folders: dict[tuple[str, int], Path]) -> None:
@@ -75,19 +89,17 @@ def main() -> int:
         conditions={"run": f"{RUN_FILE} {' '.join(SETTINGS)}"},
     )
     folders = {
-        (case, seed): play(name_of(case, seed), RUN_FILE, *settings_of(case, seed))
+        (case, seed): played(name_of(case, seed), *settings_of(case, seed))
         for seed in seeds
         for case in cases
     }
-    ends: dict[str, list[float]] = {case: [] for case in cases}
     for (case, seed), folder in folders.items():
         name, report = name_of(case, seed), report_of(folder)
         shutil.copy(folder / "curves.jsonl", CURVES / f"{name}.jsonl")
+        measurement.row(f"{case} {seed}", "steps", report["steps"], "")
         for metric in METRICS:
-            measurement.row(f"{case} {seed}", metric, report[metric], "share")
-        ends[case].append(report["success_end"] - report["success_start"])
-    for case, gained in ends.items():
-        measurement.row(case, "success_gained", statistics.fmean(gained), "share")
+            if report[metric] is not None:  # A run that was stopped has no last round.
+                measurement.row(f"{case} {seed}", metric, report[metric], "share")
     draw(folders)
     return measurement.finish(options.json)
 
