@@ -98,17 +98,17 @@ def test_what_does_not_fit_is_said_with_both_numbers(
     assert bool(found) == bool(expected)
 
 
-@pytest.mark.parametrize(("shard_ranks", "is_noted"), [(6, True), (4, False)])
+@pytest.mark.parametrize(("shard_ranks", "is_noted"), [(6, True), (8, False)])
 def test_replicas_that_gather_between_nodes_are_noted(shard_ranks: int, is_noted: bool):
-    changes = ("trainer.world_size=12", f"trainer.shard_ranks={shard_ranks}")
-    report = report_of("qwen3-30b-a3b/maths.toml", *changes, gpu="h200", nodes=2)
+    changes = (f"trainer.world_size={2 * shard_ranks}", f"trainer.shard_ranks={shard_ranks}")
+    report = report_of("qwen3-30b-a3b/maths.toml", *changes, gpu="h200", nodes=3)
     noted = [note for note in report.notes if "weights are gathered between nodes" in note]
     assert bool(noted) == is_noted
-    step, model = report.plan.step, report.plan.model
-    # Each rank sums its shard's float32 gradients over the replicas, in a ring.
-    replicas = 12 // shard_ranks
-    sent = 2 * 4 * model.parameters * (replicas - 1) / replicas / shard_ranks
-    assert step.replicated_bytes == pytest.approx(sent, rel=1e-3)
+    # In a ring of two replicas each rank sends its shard of float32 gradients; of 128 experts 6
+    # ranks have 22 each, so 132.
+    sent = 4 * report.plan.model.parameters / shard_ranks
+    padded = 132 / 128 if shard_ranks == 6 else 1
+    assert sent <= report.plan.step.replicated_bytes <= sent * padded
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.parent.name + "-" + path.stem)
