@@ -170,7 +170,7 @@ async def test_a_request_that_came_before_a_standstill_begins_no_turn_of_what_an
         goes_on.clear()
         await give_all_to_another(world)
         if waits == "for a place":
-            first.close()  # Its place is free once the gateway hears of it.
+            first.close()  # Its place is free once the gateway notices.
         else:
             client.sendall(rest)
         await stand_still()

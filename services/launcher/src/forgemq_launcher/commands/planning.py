@@ -8,8 +8,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import msgspec
 from rich.console import Console
@@ -117,28 +118,35 @@ def machines_of(options: argparse.Namespace) -> Machines:
 
 @contextmanager
 def _trainer(environ: Mapping[str, str]) -> Iterator[Ask]:
-    """A process of the trainer that answers questions."""
-    command = [sys.executable, "-m", "forgemq_trainer.plan"]
-    hidden = {**environ, "CUDA_VISIBLE_DEVICES": ""}  # Its answers must not depend on this machine.
-    with (
-        tempfile.TemporaryFile() as errors,
-        subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=hidden
-        ) as process,
-    ):
-        questions, answers = process.stdin, process.stdout
-        assert questions is not None
-        assert answers is not None
-        decoder: msgspec.json.Decoder[PlanAnswer] = msgspec.json.Decoder(PlanAnswer)
+    """A process of the trainer that answers questions; it starts with the first one."""
+    decoder: msgspec.json.Decoder[PlanAnswer] = msgspec.json.Decoder(PlanAnswer)
+    process: subprocess.Popen[bytes] | None = None
+    with tempfile.TemporaryFile() as errors, ExitStack() as started:
 
         def ask(question: PlanQuestion) -> PlanAnswer:
+            nonlocal process
+            if process is None:
+                process = started.enter_context(_planner(environ, errors))
+            assert process.stdin is not None
+            assert process.stdout is not None
             with suppress(BrokenPipeError):  # Its last words follow.
-                questions.write(msgspec.json.encode(question) + b"\n")
-                questions.flush()
-            if line := answers.readline():
+                process.stdin.write(msgspec.json.encode(question) + b"\n")
+                process.stdin.flush()
+            if line := process.stdout.readline():
                 return decoder.decode(line)
             errors.seek(0)
             last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
             raise PlanError(f"the trainer's planner ended: {last or 'without a word'}")
 
         yield ask
+
+
+def _planner(environ: Mapping[str, str], errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "forgemq_trainer.plan"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        # Its answers must not depend on this machine.
+        env={**environ, "CUDA_VISIBLE_DEVICES": ""},
+    )

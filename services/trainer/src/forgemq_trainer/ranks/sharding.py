@@ -48,7 +48,7 @@ def shard(
         loaded: The same on every rank, with parameters at least as wide as fp32; frozen ones may
             be of `dtype`. On the meta device they get memory for this rank's part here, which is
             not filled.
-        ranks: All of them, divided as they shall hold the model.
+        ranks: All of them, divided as they are to hold the model.
         dtype: That the model computes in.
         experts: Groups of ranks between which tokens travel to their experts; None gathers experts
             like other parameters.
