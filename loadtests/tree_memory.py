@@ -203,7 +203,6 @@ def planned(forest: Forest, shape: ModelShape, *, budget: int) -> Microbatch:
         shape=shape,
         budget_bytes=budget,
         head_chunk=HEAD_CHUNK,
-        carried="path",
     )
     return plan
 

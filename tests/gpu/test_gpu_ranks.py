@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forgemq_contracts.loss import Loss
-from forgemq_trainer.core.assignment import SharedRound, plan_rounds
+from forgemq_trainer.core.assignment import plan_rounds
 from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.core.memory import BLOCK_TOKENS_MIN, ModelShape
 from forgemq_trainer.core.microbatches import plan_step
@@ -64,7 +64,7 @@ def _objective(forests: list[Forest]) -> Objective:
 
 
 def _budget_bytes(shape: ModelShape, forests: list[Forest], *, is_shared: bool) -> int:
-    """Room for all groups, or for blocks of the largest one, which all ranks then run together."""
+    """Room for all groups, or for blocks of the largest one."""
     if not is_shared:
         return 10**9
     carries = shape.carry_bytes(max(forest.token_count for forest in forests))
@@ -84,7 +84,7 @@ def _of_rank(ranks: Ranks, kind: str, dtype: str, is_shared: bool) -> dict[str, 
         budget_bytes=_budget_bytes(policy.shape, forests, is_shared=is_shared),
         head_chunk=CHUNK,
     )
-    assert any(isinstance(planned, SharedRound) for planned in rounds) == is_shared
+    assert any(planned.block_count > 1 for planned in rounds) == is_shared
     forward_backward_rounds(policy, _objective(forests), rounds, peers=ranks, head_chunk=CHUNK)
     gradients = {}
     for name, parameter in model.named_parameters():

@@ -100,6 +100,15 @@ class TrainingMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
             description="Entries whose expert routes differ from those replayed for the token.",
         ),
     ] = 0
+    idle_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Share of all ranks' time in which they wait for the costliest, by the "
+            "plan's operations; mean of the updates.",
+        ),
+    ] = 0.0
     kl_reference: Annotated[
         float,
         Meta(description="k3 estimate of KL(policy || reference), nats; 0 without a reference."),

@@ -93,18 +93,20 @@ class PlannedGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     Attributes:
         tokens: Of its tree.
-        way: Whole on one rank, in blocks on one rank, or shared by all ranks.
+        way: Whole on one rank, in blocks on one rank, or shared by several ranks.
+        ranks: That run it.
         blocks: How many follow one another.
         block_tokens: Most tokens of one, over all ranks.
         recomputed_layers: Layers that run forward again in backward.
         is_offloaded: Keys and values off the live path go to host memory.
         stored_bytes: At most so many of them.
-        predicted_bytes: Most bytes on a rank at once, fixed part apart; 0 if ranks share the group.
+        predicted_bytes: Most bytes on a rank at once, fixed part apart.
         refusal: Why there is no plan; "" if there is one.
     """
 
     tokens: int
     way: Literal["whole", "blocks", "shared", "none"]
+    ranks: int = 1
     blocks: int = 0
     block_tokens: int = 0
     recomputed_layers: int = 0
@@ -129,6 +131,7 @@ class PlannedStep(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
         slowest_flops: Of the rank that computes longest, summed over the rounds in which ranks wait
             for one another; with the second forward of blocks and of
             recomputed layers.
+        idle_share: Share of all ranks' time in which they wait for the slowest, by FLOPs, 0..1.
         forwards: Passes over all layers.
         backwards: The same.
         kept: What ranks keep between passes: weights include the head, gradients the weights.
@@ -136,10 +139,10 @@ class PlannedStep(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
         reduced_bytes: Of gradients, which are summed into shards.
         replicated_bytes: Of summed shards, which are summed over the replicas of the model.
         exchanged_bytes: Keys, values, their gradients and log-probabilities of groups that ranks
-            share.
+            share, of the rank that sends most.
         travelled_bytes: Rows of tokens that leave a rank for experts of others, outputs of its own
             experts that go back, and gradients of both; 0 if each rank runs all experts.
-        predicted_bytes: Most bytes at once on a rank, fixed part apart; 0 if ranks share a group.
+        predicted_bytes: Most bytes at once on a rank, fixed part apart.
         refused_step: Why the step's own trees have no plan; "" if they have.
     """
 
@@ -151,6 +154,7 @@ class PlannedStep(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     tree_tokens: int = 0
     flops: float = 0.0
     slowest_flops: float = 0.0
+    idle_share: float = 0.0
     forwards: int = 0
     backwards: int = 0
     kept: Literal["nothing", "head", "weights", "gradients"] = "nothing"

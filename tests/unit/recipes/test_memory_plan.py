@@ -10,7 +10,7 @@ from tree_workloads import Sample, merged_tree
 from forgemq_contracts.mixture import staleness_bounds
 from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.core.trainer_place import Memory, memory_budget_bytes, trainer_device
-from forgemq_trainer.core.assignment import SharedRound, plan_rounds
+from forgemq_trainer.core.assignment import plan_rounds
 from forgemq_trainer.core.attention.gpu_attention import GpuAttention
 from forgemq_trainer.core.memory import ModelShape, least_budget_bytes
 from forgemq_trainer.core.tree import Forest, read_tree
@@ -89,12 +89,13 @@ def tokens_at_once(run: RunConfiguration, size: str, tree: Forest) -> tuple[int,
         budget_bytes=budget_of(run, size),
         head_chunk=run.trainer.head_chunk_tokens,
     )
-    if isinstance(planned, SharedRound):
-        tokens = max(block[-1][1] - block[0][0] for block in planned.blocks)
-        return tokens, f"by all ranks, in blocks of {tokens:,}"
-    (batch,) = (each for each in planned.microbatch_of_rank if each is not None)
-    assert len(batch.blocks) == 1
-    return tree.token_count, f"whole on one rank, {batch.recomputed_layers} layers recomputed"
+    (team,) = planned.teams
+    if team.size > 1:
+        tokens = max(end - start for block in team.blocks for start, end in block)
+        blocks = f", in {len(team.blocks)} blocks" if len(team.blocks) > 1 else " at once"
+        return tokens, f"by {team.size} ranks{blocks}, up to {tokens:,} tokens on each"
+    assert len(team.blocks) == 1
+    return tree.token_count, f"whole on one rank, {team.recomputed_layers} layers recomputed"
 
 
 @pytest.mark.parametrize(("file", "size", "overrides"), PLANS)

@@ -156,7 +156,6 @@ def test_the_planned_bytes_of_a_recipes_scaled_model_are_what_torch_holds(recipe
         shape=loaded.policy.shape,
         budget_bytes=run.trainer.memory_budget_bytes,
         head_chunk=run.trainer.head_chunk_tokens,
-        carried="path",
     )
 
     def step() -> None:

@@ -47,6 +47,7 @@ class Life:
         dtype: Of the model.
         is_routed: True if the trees have expert routes.
         rollouts: Of each group.
+        turns: Of each rollout.
         lora: Adapters that train in place of all weights.
         shard_ranks: That hold the model once, if there are several ranks; None for all.
         loss: Of the run.
@@ -58,6 +59,7 @@ class Life:
     dtype: str = "float32"
     is_routed: bool = False
     rollouts: int = 3
+    turns: int = 3
     lora: Lora | None = None
     shard_ranks: int | None = None
     loss: Loss = PLAIN
@@ -77,7 +79,9 @@ class Life:
     def trees(self, step: int) -> list[MergedTree]:
         """Trees of the step's groups, the same in every life."""
         generator = np.random.default_rng(step)
-        samples = [agent_samples(generator, rollouts=self.rollouts) for _ in range(3)]
+        samples = [
+            agent_samples(generator, rollouts=self.rollouts, turns=self.turns) for _ in range(3)
+        ]
         trees = [merge(each, f"g-{step}-{n}") for n, each in enumerate(samples)]
         return [routed(t, layers=2, top_k=2, experts=4) for t in trees] if self.is_routed else trees
 

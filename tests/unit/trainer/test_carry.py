@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from forgemq_contracts.loss import Loss
-from forgemq_trainer.core.attention.carry import KeyShape, MakeStore, PathKeys, path_of
+from forgemq_trainer.core.attention.carry import KeyShape, MakeStore, PathKeys
 from forgemq_trainer.core.attention.plan import pieces
 from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.loss import Entries, loss_function
 from forgemq_trainer.core.memory import Microbatch
+from forgemq_trainer.core.paths import path_of
 from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import Forest, joined, read_tree
 from forgemq_trainer.model import prepare

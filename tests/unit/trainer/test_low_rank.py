@@ -188,9 +188,7 @@ def test_the_measured_peak_is_within_a_twentieth_of_the_predicted(
     )
     forest, shape = joined([read_tree(merge(samples))]), loaded.policy.shape
     whole = shape.block_bytes(forest.token_count, chunk=32, is_carried=False)
-    (microbatch,) = plan_step(
-        [forest], shape=shape, budget_bytes=int(whole * share), head_chunk=32, carried="path"
-    )
+    (microbatch,) = plan_step([forest], shape=shape, budget_bytes=int(whole * share), head_chunk=32)
     assert not microbatch.is_offloaded  # torch would count the mapped file too
 
     def run() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch_allocation import peak_allocated_bytes
 
 from forgemq_contracts.loss import Loss
-from forgemq_trainer.core.attention.carry import KeyShape, PathKeys, path_of
+from forgemq_trainer.core.attention.carry import KeyShape, PathKeys
 from forgemq_trainer.core.attention.plan import pieces
 from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.core.memory import (
@@ -19,6 +19,7 @@ from forgemq_trainer.core.memory import (
     least_budget_bytes,
 )
 from forgemq_trainer.core.microbatches import path_microbatch, plan_step
+from forgemq_trainer.core.paths import path_of
 from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import Forest, read_tree
 from forgemq_trainer.model import prepare
@@ -38,9 +39,7 @@ def _budget(tokens: int) -> int:
 
 
 def _in_blocks(forest: Forest, budget: int, *, shape: ModelShape = SHAPE) -> Microbatch:
-    (microbatch,) = plan_step(
-        [forest], shape=shape, budget_bytes=budget, head_chunk=8, carried="path"
-    )
+    (microbatch,) = plan_step([forest], shape=shape, budget_bytes=budget, head_chunk=8)
     return microbatch
 
 
@@ -68,8 +67,9 @@ def test_groups_are_packed_while_they_fit() -> None:
 
 def test_a_group_over_the_budget_runs_in_even_blocks_within_it() -> None:
     forests = [line_of(1000), line_of(50)]
-    block = SHAPE.block_bytes(300, chunk=8, is_carried=True)
-    budget = block + 1000 * SHAPE.carry_bytes_per_token
+    block = SHAPE.block_bytes(250, chunk=8, is_carried=True)
+    stored = 750 * SHAPE.key_bytes_per_token
+    budget = block + 1000 * SHAPE.carry_bytes_per_token + stored
     plan = plan_step(forests, shape=SHAPE, budget_bytes=budget, head_chunk=8)
     by_groups = {microbatch.groups: microbatch.blocks for microbatch in plan}
     assert by_groups == {

@@ -135,7 +135,7 @@ def test_the_number_of_ranks_that_train_adapters_may_change_between_two_lives(
     for name, expected in _adapter(alone, 2).items():
         assert expected.dtype == DTYPES[dtype]
         difference = (_adapter(changing, 2)[name] - expected).norm()
-        assert difference <= (1e-5 if dtype == "float32" else 1e-2) * expected.norm(), name
+        assert difference <= (1e-5 if dtype == "float32" else 3e-2) * expected.norm(), name
 
 
 def _check_published(life: Life, *, version: int) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import itertools
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,15 +17,16 @@ from torch_allocation import peak_allocated_bytes
 
 from forgemq_contracts.loss import Loss
 from forgemq_contracts.run import Optimizer
-from forgemq_trainer.core.assignment import OwnRound, Round, SharedRound, plan_rounds
+from forgemq_trainer.core.assignment import Round, plan_rounds
 from forgemq_trainer.core.expert_traffic import row_bytes
 from forgemq_trainer.core.loss import loss_function
-from forgemq_trainer.core.memory import BLOCK_TOKENS_MIN, Microbatch, ModelShape
+from forgemq_trainer.core.memory import Microbatch, ModelShape, least_budget_bytes
 from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.optimizer import Updater
 from forgemq_trainer.core.rounds import forward_backward_rounds, values_bytes, values_of
 from forgemq_trainer.core.spread_experts import ROWS_RATIO
 from forgemq_trainer.core.step import Objective, forward_backward, group_loss_weights, merged
+from forgemq_trainer.core.team_plans import TeamPlans
 from forgemq_trainer.core.tree import Forest, read_tree
 from forgemq_trainer.model import load_model, prepare
 from forgemq_trainer.ranks.alone import ALONE
@@ -65,7 +67,8 @@ class Case:
     Attributes:
         kind: Of the model.
         expert_ranks: Ranks that hold all experts between them.
-        plan: How the budget makes ranks run it.
+        plan: Each rank runs groups of its `own`, with layers `recomputed` or not, or all ranks run
+            them `together`, or in `blocks`, as the budget has room.
         routes: `recorded`, or `chosen` by the trainer's routers, or chosen by routers that prefer
             the `first` two experts, so that the first rank of a group gets all rows.
         dtype: That it computes in.
@@ -114,15 +117,30 @@ def _objective(case: Case) -> Objective:
     )
 
 
-def _budget(shape: ModelShape, forests: list[Forest], plan: str) -> int:
-    largest = max(forest.token_count for forest in forests)
-    recomputed = shape.block_bytes(largest, chunk=CHUNK, is_carried=False, recomputed_layers=1)
-    blocks = shape.block_bytes(BLOCK_TOKENS_MIN, chunk=CHUNK, is_carried=True)
-    return {
-        "own": 10**9,
-        "recomputed": recomputed,
-        "blocks": min(blocks + largest * shape.carry_bytes_per_token, recomputed - 1),
-    }[plan]
+def _rounds(case: Case, forests: list[Forest], shape: ModelShape, world: int) -> tuple[Round, ...]:
+    """Rounds of the case's plan; of own groups the last leaves ranks without one."""
+    if case.plan == "blocks":
+        longest = max(int(forest.position_N.max()) + 1 for forest in forests)
+        least = least_budget_bytes(shape, longest_path=longest, head_chunk=CHUNK)
+        return plan_rounds(
+            forests, shape=shape, world_size=world, budget_bytes=int(1.1 * least), head_chunk=CHUNK
+        )
+    budget = 10**9
+    if case.plan == "recomputed":
+        largest = max(forest.token_count for forest in forests)
+        budget = shape.block_bytes(largest, chunk=CHUNK, is_carried=False, recomputed_layers=1)
+    plans = TeamPlans(forests, shape=shape, budget_bytes=budget, head_chunk=CHUNK)
+    if case.plan == "together":
+        team = plans.team((0, world), tuple(range(len(forests))), count=1)
+        assert team is not None
+        return (Round(teams=(team,)),)
+    order = [4, 0, 1, 2, 3]  # The small group beside a large one, of which layers are recomputed.
+    rounds = []
+    for first in range(0, len(order), world):
+        groups = enumerate(order[first : first + world])
+        teams = [plans.team((rank, rank + 1), (group,), count=1) for rank, group in groups]
+        rounds.append(Round(teams=plans.recomputing_alike([team for team in teams if team])))
+    return tuple(rounds)
 
 
 OPTIMIZER = Optimizer(lr=1e-2, grad_norm_max=1e-2, eps=1e-3)
@@ -148,7 +166,8 @@ def _alone(case: Case) -> Seen:
     values = forward_backward(policy, objective, microbatches, head_chunk=CHUNK)
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     norm = Updater(model, OPTIMIZER).update(lr=1e-2)
-    return Seen(gradients, dict(model.named_parameters()), norm, values.loss)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return Seen(gradients, weights, norm, values.loss)
 
 
 class CountingGroups(ExpertGroups):
@@ -162,25 +181,32 @@ class CountingGroups(ExpertGroups):
         return super().all_to_all(rows, sent=sent, received=received)
 
 
-def _planned_bytes(rounds: tuple[Round, ...], shape: ModelShape, forests: list[Forest]) -> int:
+def _planned_bytes(rounds: tuple[Round, ...], shape: ModelShape, *, world: int) -> int:
     """Bytes of the rows that all ranks send in these rounds."""
     found = 0
-    for planned in rounds:
-        if isinstance(planned, SharedRound):
-            tokens = sum(end - start for block in planned.blocks for start, end in block)
-            # Every block runs twice forward, first without gradient.
-            found += row_bytes(shape, tokens=tokens, forwards=2, backwards=1)
-            continue
-        for batch in planned.microbatch_of_rank:
-            groups = () if batch is None else batch.groups
-            found += row_bytes(
-                shape,
-                tokens=sum(forests[group].token_count for group in groups) or 2,
-                forwards=1,
-                backwards=1,
-                recomputed_layers=planned.recomputed_layers,
-            )
+    for planned, rank in itertools.product(rounds, range(world)):
+        team, count = planned.team_of(rank), planned.block_count
+        tokens = 2 * count  # Of a rank without a team.
+        if team is not None:
+            own = [block[rank - team.ranks[0]] for block in team.blocks]
+            tokens = sum(end - start for start, end in own)
+        found += row_bytes(
+            shape,
+            tokens=tokens,
+            forwards=1 if count == 1 else 2,  # Several blocks first run without gradient.
+            backwards=1,
+            recomputed_layers=planned.recomputed_layers,
+        )
     return found
+
+
+def _assert_planned(case: Case, rounds: tuple[Round, ...], *, world: int) -> None:
+    """That the rounds are of the case's plan."""
+    assert all(team.size in (1, world) for planned in rounds for team in planned.teams)
+    is_together = any(planned.teams[0].size == world for planned in rounds)
+    assert is_together == (case.plan in ("together", "blocks"))
+    assert any(planned.block_count > 1 for planned in rounds) == (case.plan == "blocks")
+    assert any(planned.recomputed_layers for planned in rounds) == (case.plan == "recomputed")
 
 
 def _has_parts(case: Case) -> bool:
@@ -192,18 +218,8 @@ def _of_rank(ranks: Ranks, case: Case) -> Seen | None:
     groups = CountingGroups(ranks, expert_ranks=case.expert_ranks)
     policy = shard(prepare(model), ranks=ranks, dtype=case.dtype, experts=groups).policy
     forests = list(objective.forests)
-    rounds = plan_rounds(
-        forests,
-        shape=policy.shape,
-        world_size=ranks.world_size,
-        budget_bytes=_budget(policy.shape, forests, case.plan),
-        head_chunk=CHUNK,
-    )
-    own = [each for each in rounds if isinstance(each, OwnRound)]
-    is_recomputed = any(each.recomputed_layers for each in own)
-    is_shared = any(isinstance(each, SharedRound) for each in rounds)
-    assert is_shared == (case.plan == "blocks")
-    assert is_shared or is_recomputed == (case.plan == "recomputed")
+    rounds = _rounds(case, forests, policy.shape, ranks.world_size)
+    _assert_planned(case, rounds, world=ranks.world_size)
     values = forward_backward_rounds(policy, objective, rounds, peers=ranks, head_chunk=CHUNK)
     everyones = ranks.gather_bytes(values_bytes(values))
     gradients = {}
@@ -212,7 +228,7 @@ def _of_rank(ranks: Ranks, case: Case) -> Seen | None:
         assert parameter.to_local().numel() * ranks.world_size == parameter.numel(), name
         gradients[name] = parameter.grad.full_tensor()
     sent = int(ranks.all_reduce(torch.tensor(groups.sent_bytes)))
-    planned = _planned_bytes(rounds, policy.shape, forests)
+    planned = _planned_bytes(rounds, policy.shape, world=ranks.world_size)
     # Four times the rows of an even spread travel in parts, which go once more in backward.
     assert sent > planned if _has_parts(case) else sent == planned
     updater = ShardedUpdater(model, OPTIMIZER, shards=FsdpShards(ranks, dtype=case.dtype))
@@ -260,6 +276,7 @@ def _name(case: Case) -> str:
 
 ON_TWO = [
     Case(plan="own", routes="chosen"),
+    Case(plan="together"),
     *(Case(plan=plan) for plan in ("recomputed", "blocks")),
     *(Case(kind, plan="recomputed") for kind in ("glm4_moe", "gpt_oss")),
     *(Case(kind, plan="blocks", routes="chosen") for kind in ("deepseek_v3", "minimax_m2")),
@@ -270,6 +287,7 @@ ON_FOUR = [
     Case("glm4_moe", expert_ranks=2, plan="own", routes="chosen"),
     *(Case("minimax_m2", expert_ranks=4, plan=p, routes="first") for p in ("recomputed", "blocks")),
     Case("deepseek_v3", expert_ranks=2, plan="recomputed", routes="first"),
+    Case("gpt_oss", expert_ranks=4, plan="together", routes="chosen"),
 ]
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from forgemq_contracts import topics
 from forgemq_contracts.loss import Loss
 from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.steps import TrainingMetrics
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.loss import Entries
 from forgemq_trainer.core.memory import least_budget_bytes
@@ -64,35 +65,55 @@ def _refusal(ranks: Ranks, configuration: RunConfiguration, life: Life) -> str:
     return ""
 
 
-def test_trees_whose_keys_no_rank_has_room_for_fail_their_groups_and_the_step_goes_on(
-    tmp_path: Path, rank_pair: RankPair
-) -> None:
-    """One rank trains within the budget, by offloading; several hold a whole tree's keys each.
-
-    All groups of the step fail, which leaves it without any.
-    """
-    life = Life(tmp_path, (0,), rollouts=12)
-    save_base(life.folder / "base")
-    alone = life.configuration(world_size=1)
-    forests = [read_tree(tree) for tree in life.trees(0)]
-    longest = max(int(forest.position_N.max()) + 1 for forest in forests)
+def _least_budget(configuration: RunConfiguration, context: int) -> RunConfiguration:
+    """The same run with the least budget for episodes of so many tokens."""
     least = least_budget_bytes(
         prepare(make_model("qwen3", torch.float32)).policy.shape,
-        longest_path=longest,
-        head_chunk=alone.trainer.head_chunk_tokens,
+        longest_path=context,
+        head_chunk=configuration.trainer.head_chunk_tokens,
     )
-    trainer = msgspec.structs.replace(alone.trainer, memory_budget_bytes=least)
-    model = msgspec.structs.replace(alone.model, context_tokens_max=longest)
-    small = msgspec.structs.replace(alone, trainer=trainer, model=model)
-    assert train(Training(small, device="cpu", checkpoint=None), life, 0).loss_tokens > 0
-    trainer = msgspec.structs.replace(trainer, world_size=2)
-    (failed, version), _ = rank_pair.run(
-        _failures, msgspec.structs.replace(small, trainer=trainer), life
+    return msgspec.structs.replace(
+        configuration,
+        trainer=msgspec.structs.replace(configuration.trainer, memory_budget_bytes=least),
+        model=msgspec.structs.replace(configuration.model, context_tokens_max=context),
     )
+
+
+def _trained(ranks: Ranks, configuration: RunConfiguration, life: Life) -> TrainingMetrics | None:
+    if ranks.rank > 0:
+        carry_out_commands(ranks, device="cpu")
+        return None
+    training = Training(configuration, device="cpu", checkpoint=None, ranks=ranks)
+    metrics = train(training, life, 0)
+    training.end()
+    return metrics
+
+
+def test_ranks_train_in_the_least_budget_in_which_one_trains(
+    tmp_path: Path, rank_pair: RankPair
+) -> None:
+    """Keys and values of the trees have no room on either."""
+    life = Life(tmp_path, (0,), rollouts=8, turns=9)
+    save_base(life.folder / "base")
+    longest = max(int(read_tree(tree).position_N.max()) + 1 for tree in life.trees(0))
+    alone, both = (_least_budget(life.configuration(world_size=ranks), longest) for ranks in (1, 2))
+    expected = train(Training(alone, device="cpu", checkpoint=None), life, 0)
+    found, _ = rank_pair.run(_trained, both, life)
+    assert found.loss_tokens == expected.loss_tokens > 0
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+
+
+def test_trees_that_no_rank_has_room_for_fail_their_groups_and_the_step_goes_on(
+    tmp_path: Path, rank_pair: RankPair
+) -> None:
+    """All groups of the step are deeper than the budget's context, which leaves it without any."""
+    life = Life(tmp_path, (0,), rollouts=8, turns=9)
+    save_base(life.folder / "base")
+    small = _least_budget(life.configuration(world_size=2), 8)
+    (failed, version), _ = rank_pair.run(_failures, small, life)
     assert version == 1
     assert [group for group, _ in failed] == ["g-0-0", "g-0-1", "g-0-2"]
     assert all("trainer.memory_budget_bytes is" in reason for _, reason in failed)
-    assert all("keys and values of a whole tree" in reason for _, reason in failed)
 
 
 def test_a_budget_below_the_longest_context_is_refused_by_name_on_every_rank(

@@ -82,9 +82,13 @@ def test_weights_and_optimizer_state_of_two_ranks_are_those_of_one(
     weights = _weights(two, 1)
     # In bfloat16 rounding may flip signs in Adam's first steps, so the second step differs.
     count = 1 if dtype == "bfloat16" else 2
+    # The ranks may cut a group between them, and then multiply and add up in other portions.
+    rounding = 1e-2 if dtype == "bfloat16" else 1e-3
     for ours, theirs in zip(found[:count], expected[:count], strict=True):
         for field in ("loss", "grad_norm", "entropy"):
-            assert getattr(ours, field) == pytest.approx(getattr(theirs, field), rel=1e-3), field
+            assert getattr(ours, field) == pytest.approx(getattr(theirs, field), rel=rounding), (
+                field
+            )
     if dtype == "float32":
         assert _distance(two, one, step=1) <= 1e-4
     else:

@@ -9,7 +9,7 @@ import torch
 
 from forgemq_contracts.loss import Loss, SequenceMask
 from forgemq_contracts.run import RunConfiguration
-from forgemq_trainer.core.assignment import Round, SharedRound, plan_rounds
+from forgemq_trainer.core.assignment import Round, idle_share, plan_rounds
 from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.core.memory import BLOCK_TOKENS_MIN
 from forgemq_trainer.core.rounds import (
@@ -53,14 +53,16 @@ class RankModel:
         """Keep a shard of the model, which is the same on every rank, as the ranks are divided."""
         self._ranks, self._is_shared = ranks, is_shared
         loaded = shard(whole, ranks=ranks, dtype=torch.float64)
+        self.idle_share = 0.0
         self.module, self.policy, self._gathering = loaded.model, loaded.policy, loaded.gathering
         shards = FsdpShards(ranks, dtype=torch.float64)
         self.updater = ShardedUpdater(self.module, OPTIMIZER, shards=shards)
 
     def _rounds(self, forests: Sequence[Forest]) -> tuple[Round, ...]:
-        shape, largest = self.policy.shape, max(forest.token_count for forest in forests)
-        blocks = shape.block_bytes(BLOCK_TOKENS_MIN, chunk=CHUNK, is_carried=True)
-        shared_bytes = blocks + largest * shape.carry_bytes_per_token
+        shape, longest = self.policy.shape, max(int(f.position_N.max()) + 1 for f in forests)
+        # Ranges of about the least length, beside a path of any of these trees.
+        blocks = shape.block_bytes(BLOCK_TOKENS_MIN + 16, chunk=CHUNK, is_carried=True)
+        shared_bytes = blocks + (longest + BLOCK_TOKENS_MIN) * shape.carry_bytes_per_token
         rounds = plan_rounds(
             forests,
             shape=shape,
@@ -68,7 +70,8 @@ class RankModel:
             budget_bytes=shared_bytes if self._is_shared else 10**9,
             head_chunk=CHUNK,
         )
-        assert any(isinstance(planned, SharedRound) for planned in rounds) == self._is_shared
+        shared = [t for each in rounds for t in each.teams if t.size > 1 and len(t.blocks) > 1]
+        assert (len(shared) > 0) == self._is_shared
         return rounds
 
     def with_references(self, forests: tuple[Forest, ...]) -> tuple[Forest, ...]:
@@ -84,6 +87,7 @@ class RankModel:
     def forward_backward(self, objective: Objective) -> EntryValues:
         """Add this rank's gradients."""
         rounds = self._rounds(objective.forests)
+        self.idle_share = idle_share(rounds, world_size=self._ranks.world_size)
         with self._gathering.update(Kept.WEIGHTS, backwards=passes_of(rounds).backwards):
             own = forward_backward_rounds(
                 self.policy, objective, rounds, peers=self._ranks, head_chunk=CHUNK
@@ -108,7 +112,7 @@ def begun(model: TrainedModel, configuration: RunConfiguration) -> StepUpdates:
     return updates
 
 
-def _of_rank(
+def of_rank(
     ranks: Ranks, configuration: RunConfiguration, is_shared: bool, shards: int
 ) -> tuple[TakenUpdates, dict[str, torch.Tensor]]:
     """What the ranks did, and whole weights after it, of this rank's replica."""
@@ -121,7 +125,7 @@ def _of_rank(
     return taken, {name: tensor.clone() for name, tensor in state.items()}
 
 
-@pytest.mark.parametrize("is_shared", [False, True], ids=["own rounds", "shared rounds"])
+@pytest.mark.parametrize("is_shared", [False, True], ids=["at once", "blocks"])
 @pytest.mark.parametrize(
     "loss",
     [Loss(), Loss(kind="ppo_clip", anchor="step_start", sequence_mask=SequenceMask())],
@@ -150,7 +154,7 @@ def _check(
     """Check the ranks' updates against those of one; returns what each rank saw."""
     base = save_base(tmp_path / "base")
     configuration = exact_configuration(base, FOUR, loss)
-    results = ranks.run(_of_rank, configuration, is_shared, shards)
+    results = ranks.run(of_rank, configuration, is_shared, shards)
     taken, weights = results[0]
     one = exact_model(base, configuration)
     expected = begun(one, configuration).take(lr=OPTIMIZER.lr)

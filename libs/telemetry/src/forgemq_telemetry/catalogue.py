@@ -105,6 +105,7 @@ GaugeName: TypeAlias = Literal[
     "trainer.draft_loss",
     "trainer.draft_grad_norm",
     "trainer.draft_overlap",
+    "trainer.idle_share",
     "trainer.branch_loss",
     "trainer.flop_ratio",
     "trainer.flop_ratio_weights",
@@ -329,6 +330,7 @@ GAUGES: dict[GaugeName, Metric] = {
     "trainer.draft_overlap": Metric(
         "1", "Mean sum min(p, q) of policy and draft head: the share of guesses to be accepted."
     ),
+    "trainer.idle_share": Metric("1", "Share of ranks' time in which the plan lets them wait."),
     "trainer.branch_loss": Metric("1", "Tree tokens over those of each episode's last sample."),
     "trainer.flop_ratio": Metric("1", "Operations per request over those of the trees."),
     "trainer.flop_ratio_weights": Metric("1", "trainer.flop_ratio of the weights alone."),

@@ -71,6 +71,7 @@ def _record_metrics(metrics: TrainingMetrics, telemetry: Telemetry) -> None:
         telemetry.gauge("trainer.draft_loss", metrics.draft_loss)
         telemetry.gauge("trainer.draft_grad_norm", metrics.draft_grad_norm)
         telemetry.gauge("trainer.draft_overlap", metrics.draft_overlap)
+    telemetry.gauge("trainer.idle_share", metrics.idle_share)
     telemetry.gauge("trainer.branch_loss", metrics.branch_loss)
     telemetry.gauge("trainer.flop_ratio", metrics.flop_ratio)
     telemetry.gauge("trainer.flop_ratio_weights", metrics.flop_ratio_weights)

@@ -47,6 +47,11 @@ class TrainedModel(Protocol):
         """Add the objective's gradients; returns the values of its entries."""
         ...
 
+    @property
+    def idle_share(self) -> float:
+        """Of the plan of the newest `forward_backward`, 0..1."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenUpdates:
@@ -58,12 +63,14 @@ class TakenUpdates:
         grad_norms: Before clipping, of the updates that changed the weights.
         skipped: Updates without a finite gradient.
         compute_s: Time of all forwards and backwards.
+        idle_share: Of their plans, mean.
     """
 
     values: EntryValues
     grad_norms: tuple[float, ...]
     skipped: int
     compute_s: float
+    idle_share: float
 
     @property
     def grad_norm(self) -> float:
@@ -100,6 +107,7 @@ class StepUpdates:
         self._grad_norms: list[float] = []
         self._skipped = 0
         self._compute_s = 0.0
+        self._idle_shares: list[float] = []
 
     def begin(self) -> EntryValues:
         """Compute the gradients of the first update; returns the values of its entries.
@@ -140,6 +148,7 @@ class StepUpdates:
             grad_norms=tuple(self._grad_norms),
             skipped=self._skipped,
             compute_s=self._compute_s,
+            idle_share=sum(self._idle_shares) / max(1, len(self._idle_shares)),
         )
 
     def _compute(self, minibatch: Sequence[int]) -> EntryValues:
@@ -159,6 +168,7 @@ class StepUpdates:
         )
         self._compute_s += time.perf_counter() - started_s
         self._parts.append(values)
+        self._idle_shares.append(self._model.idle_share)
         return values
 
     def _update(self, *, lr: float) -> None:

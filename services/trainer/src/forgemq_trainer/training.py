@@ -298,6 +298,7 @@ class Training:
                 probe_s=probe_s,
                 draft=draft,
                 kl_teacher=kl_teacher(step.forests),
+                idle_share=taken.idle_share,
             ),
         )
         self.version += 1

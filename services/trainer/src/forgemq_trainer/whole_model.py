@@ -63,6 +63,11 @@ class WholeModel:
             drafting=None if self.head is None else self.head.drafting(objective.forests),
         )
 
+    @property
+    def idle_share(self) -> float:
+        """0: this rank waits for no other."""
+        return 0.0
+
     def with_references(self, forests: tuple[Forest, ...]) -> tuple[Forest, ...]:
         """The forests with the reference's log-probabilities, as they are without a reference."""
         if self._reference is None:
@@ -129,7 +134,6 @@ class WholeModel:
             shape=self.policy.shape,
             budget_bytes=self._trainer.memory_budget_bytes,
             head_chunk=self._trainer.head_chunk_tokens,
-            carried="path",
         )
 
 

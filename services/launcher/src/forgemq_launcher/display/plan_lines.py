@@ -89,7 +89,9 @@ def _way(group: PlannedGroup) -> str:
             offloaded = f", keys off the path in host memory: {size(group.stored_bytes)} at most"
             return blocks + (offloaded if group.is_offloaded else "")
         case "shared":
-            return f"by all ranks, {blocks}"
+            way = "at once" if group.blocks == 1 else blocks
+            offloaded = ", keys off the path in host memory" if group.is_offloaded else ""
+            return f"by {group.ranks} ranks together, {way}{offloaded}"
         case "none":
             return "no plan"
 
@@ -134,7 +136,7 @@ def _log(plan: RunPlan) -> Iterator[str]:
 
 def _seconds(report: PlanReport) -> Iterator[str]:
     plan, machines = report.plan, report.machines
-    seconds = plan.seconds
+    seconds, step = plan.seconds, plan.step
     if seconds is None:
         return
     share = (
@@ -142,11 +144,13 @@ def _seconds(report: PlanReport) -> Iterator[str]:
     )
     yield f"seconds of a step, at {share}"
     yield _row("trainer: forward and backward", f"{seconds.compute_s:,.1f}")
+    if step.idle_share:
+        yield _row("  of it, ranks wait for others", f"{step.idle_share:.1%}")
     yield _row("trainer: gathers and reductions", _moved(seconds.gather_s, seconds.gathered_bytes))
-    exchanged = _moved(seconds.exchange_s, plan.step.exchanged_bytes)
-    yield _row("trainer: exchange of shared groups", exchanged)
-    if plan.step.travelled_bytes:
-        travelled = _moved(seconds.travel_s, plan.step.travelled_bytes)
+    exchanged = _moved(seconds.exchange_s, step.exchanged_bytes)
+    yield _row("trainer: keys handed over", exchanged)
+    if step.travelled_bytes:
+        travelled = _moved(seconds.travel_s, step.travelled_bytes)
         yield _row("trainer: tokens to experts and back", travelled)
     yield _row("trainer: optimizer", f"{seconds.update_s:,.2f}")
     yield _row("engines: prefill", f"{seconds.prefill_s:,.1f}")

@@ -100,17 +100,13 @@ def layer_weights(shape: ModelShape) -> int:
     return shape.layers * projections + (shape.layers - parts.dense_layers) * routed + dense
 
 
-def multiplications(shape: ModelShape, *, tokens: int, attention_pairs: int) -> int:
-    """Of the forward of a tree without its head, for balancing ranks.
-
-    Pairs beyond a window's number for each token are left out of the layers that have one.
-    """
-    windows = shape.parts.windows
-    layers = shape.layers * attention_pairs
-    if windows is not None:
-        hidden = max(0, attention_pairs - tokens * windows.size)
-        layers -= windows.layers * hidden
-    return tokens * layer_weights(shape) + 2 * layers * shape.query_size
+def gathered_weights(shape: ModelShape) -> int:
+    """Weights of all layers that a rank computes with, its experts among them."""
+    if not shape.experts:
+        return layer_weights(shape)
+    others = shape.experts // shape.expert_ranks - shape.experts_per_token
+    of_expert = 3 * shape.hidden * shape.mlp_size // shape.experts_per_token
+    return layer_weights(shape) + (shape.layers - shape.parts.dense_layers) * others * of_expert
 
 
 def flops_of_tree(shape: ModelShape, forest: Forest) -> Flops:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from forgemq_trainer.core.assignment import Range
 from forgemq_trainer.core.attention.attention import (
     AttentionBackend,
     BlockKeys,
@@ -18,14 +17,13 @@ from forgemq_trainer.core.attention.attention import (
     TreeAttention,
 )
 from forgemq_trainer.core.attention.carry import (
-    CarriedKeys,
     KeyShape,
     MakeStore,
     PathKeys,
-    WholeKeys,
+    TeamBlocks,
 )
-from forgemq_trainer.core.attention.exchange import KeyExchange
-from forgemq_trainer.core.attention.plan import attention_plan, pieces
+from forgemq_trainer.core.attention.exchange import KeyExchange, Peers
+from forgemq_trainer.core.attention.plan import Range, attention_plan, pieces
 from forgemq_trainer.core.drafting import KeptStates
 from forgemq_trainer.core.expert_routes import token_expert_routes
 from forgemq_trainer.core.logprobs import Edges, edge_logprobs, edges_of
@@ -141,25 +139,46 @@ class TreeForward:
         self,
         blocks: Sequence[Range],
         all_edges: Sequence[Edges],
-        keys: CarriedKeys,
-        exchanges: Sequence[KeyExchange] = (),
+        keys: PathKeys,
+        peers: Peers | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run block by block, without gradient; returns what `whole` does.
 
-        If there is an exchange for each block, `blocks` are this rank's ranges of them.
+        Args:
+            blocks: Of a team, this rank's ranges of them.
+            all_edges: Those that leave each block.
+            keys: The carries of these blocks.
+            peers: The team; None if this process runs the forest alone.
         """
-        between: Sequence[KeyExchange | None] = exchanges or [None] * len(blocks)
         logprob_E, entropy_E = self._zeros(), self._zeros()
         for number, (start, end) in enumerate(blocks):
             edges = all_edges[number]
-            hidden = self.hidden(start, end, keys=keys.enter(number), exchange=between[number])
+            hidden = self.block_hidden(number, start, end, keys=keys)
             logprob_J, entropy_R = self.logprobs(hidden, edges, start=start)
             logprob_E[edges.entry_E] = logprob_J[edges.edge_of_entry_E]
             entropy_E[edges.entry_E] = entropy_R[edges.row_J[edges.edge_of_entry_E]]
-        if exchanges:  # Each entry was read on one rank and is 0 on the others.
-            logprob_E = exchanges[0].peers.all_reduce(logprob_E)
-            entropy_E = exchanges[0].peers.all_reduce(entropy_E)
-        return logprob_E, entropy_E
+        return _of_all(logprob_E, entropy_E, peers)
+
+    def together(
+        self, own: Range, edges: Edges, keys: PathKeys, peers: Peers
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Run this rank's range of a layout in one block, with gradient.
+
+        Returns:
+            The range's final hidden states and the log-probabilities of its edges, with gradient;
+            and the log-probability and entropy of every entry of the layout, without.
+        """
+        hidden = self.block_hidden(0, *own, keys=keys)
+        logprob_J, entropy_R = self.logprobs(hidden, edges, start=own[0])
+        logprob_E, entropy_E = self._zeros(), self._zeros()
+        logprob_E[edges.entry_E] = logprob_J.detach()[edges.edge_of_entry_E]
+        entropy_E[edges.entry_E] = entropy_R[edges.row_J[edges.edge_of_entry_E]]
+        return hidden, logprob_J, *_of_all(logprob_E, entropy_E, peers)
+
+    def block_hidden(self, number: int, start: int, end: int, *, keys: PathKeys) -> Tensor:
+        """Final hidden states of a block, or of this rank's range of it; its path becomes live."""
+        live = keys.enter(number)
+        return self.hidden(start, end, keys=live, exchange=keys.exchange(number))
 
     def hidden(
         self,
@@ -204,19 +223,18 @@ class TreeForward:
         head_VH = self._policy.head_VH if gather is None else gather()
         return edge_logprobs(rows, head_VH, edges, chunk=self._head_chunk)
 
-    def path_keys(self, blocks: Sequence[Range], *, is_offloaded: bool) -> PathKeys:
-        """Carries of the live path, for blocks that this process runs by itself."""
+    def path_keys(
+        self, blocks: Sequence[Range], *, is_offloaded: bool, team: TeamBlocks | None = None
+    ) -> PathKeys:
+        """Carries of the live path; of a team, `blocks` are this rank's ranges."""
         return PathKeys(
             self._forest,
             self._pieces,
             blocks,
             shape=self._policy.key_shape,
             make_store=self._policy.make_store if is_offloaded else None,
+            team=team,
         )
-
-    def whole_keys(self, blocks: Sequence[Range]) -> WholeKeys:
-        """Carries of all tokens, for ranks that run the forest together."""
-        return WholeKeys(self._forest, self._pieces, blocks, shape=self._policy.key_shape)
 
     def _set_expert_routes(self, start: int, end: int) -> None:
         """Give each router the recorded experts of the tokens [start, end), or None."""
@@ -229,3 +247,10 @@ class TreeForward:
 
     def _zeros(self) -> Tensor:
         return torch.zeros(self._forest.entry_count, dtype=self._wide, device=self._device)
+
+
+def _of_all(logprob_E: Tensor, entropy_E: Tensor, peers: Peers | None) -> tuple[Tensor, Tensor]:
+    """Both of every entry: each was read on one rank and is 0 on the others."""
+    if peers is None:
+        return logprob_E, entropy_E
+    return peers.all_reduce(logprob_E), peers.all_reduce(entropy_E)

@@ -286,8 +286,7 @@ class Microbatch:
         blocks: (start, end) over the joint layout, in order; one block if everything fits.
         is_offloaded: True if keys and values off the live path go to the policy's offload store.
         recomputed_layers: So many of the first layers run forward again in backward; 0 in blocks.
-        predicted_bytes: The most that it holds at once, without parameters and their gradients; 0
-            if ranks share the group.
+        predicted_bytes: The most that it holds at once, without parameters and their gradients.
     """
 
     groups: tuple[int, ...]

@@ -122,6 +122,7 @@ class Measured:
         probe_s: Time of the probe's forward.
         draft: Of the draft head; None without one.
         kl_teacher: From the behaviour to the teacher, nats; 0 without one.
+        idle_share: Of the plans; 0 on one rank.
     """
 
     gap: LogprobGap | None
@@ -129,6 +130,7 @@ class Measured:
     probe_s: float
     draft: DraftMeasures | None = None
     kl_teacher: float = 0.0
+    idle_share: float = 0.0
 
 
 def step_gaps(values: EntryValues, *, version: int) -> Floats:
@@ -250,6 +252,7 @@ def training_metrics(
         kl_reference=entries.kl_reference,
         skipped_in_a_row=update.skipped_in_a_row,
         kl_teacher=measured.kl_teacher,
+        idle_share=measured.idle_share,
         updates=update.updates,
         updates_skipped=update.updates_skipped,
         supervised_tokens=entries.supervised_tokens,
@@ -257,15 +260,20 @@ def training_metrics(
         logprob_gap=gap,
         probe_s=measured.probe_s,
     )
-    if draft is not None:  # A record of a run without a head does not mention one.
-        metrics = msgspec.structs.replace(
-            metrics,
-            draft_loss=draft.loss,
-            draft_grad_norm=draft.grad_norm,
-            draft_overlap=draft.overlap,
-        )
+    if draft is not None:
+        metrics = _with_draft(metrics, draft)
     values = msgspec.structs.asdict(metrics).items()
     floats = ((name, value) for name, value in values if isinstance(value, float))
     return msgspec.structs.replace(
         metrics, **{name: 0.0 for name, value in floats if not math.isfinite(value)}
+    )
+
+
+def _with_draft(metrics: TrainingMetrics, draft: DraftMeasures) -> TrainingMetrics:
+    """The metrics with those of a draft head, which a record of a run without one does not name."""
+    return msgspec.structs.replace(
+        metrics,
+        draft_loss=draft.loss,
+        draft_grad_norm=draft.grad_norm,
+        draft_overlap=draft.overlap,
     )

@@ -7,10 +7,8 @@ keys and values off the live path stay in memory if the budget has room for that
 `KEPT_BLOCKS_RATIO` times the blocks that offloading needs, else they are offloaded.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from forgemq_trainer.core.memory import (
     BLOCK_TOKENS_MIN,
@@ -18,6 +16,7 @@ from forgemq_trainer.core.memory import (
     ModelShape,
     least_budget_bytes,
 )
+from forgemq_trainer.core.paths import path_ranges
 from forgemq_trainer.core.tree import Forest
 
 KEPT_BLOCKS_RATIO = 2
@@ -32,12 +31,8 @@ def plan_step(
     shape: ModelShape,
     budget_bytes: int,
     head_chunk: int,
-    carried: Literal["forest", "path"] = "forest",
 ) -> tuple[Microbatch, ...]:
     """The microbatches of one process.
-
-    With `carried="path"` blocks hold the keys of the live path only, as in a process that runs a
-    group alone; with "forest" those of all tokens, as in ranks that run one group together.
 
     Example: a budget for 100 tokens, or for 200 with all layers recomputed but one, and groups of
     60, 30, 150 and 250 tokens give the microbatches (0, 1) with everything kept, (2) with about
@@ -55,14 +50,6 @@ def plan_step(
         )
         if recomputed is not None:
             return recomputed
-        if carried == "forest":
-            blocks = _blocks(
-                forests[group].token_count,
-                shape=shape,
-                budget_bytes=budget_bytes,
-                head_chunk=head_chunk,
-            )
-            return Microbatch(groups=(group,), blocks=blocks)
         return path_microbatch(
             group, forests[group], shape=shape, budget_bytes=budget_bytes, head_chunk=head_chunk
         )
@@ -121,9 +108,16 @@ def path_microbatch(
             )
     if offloaded is not None:
         return offloaded
+    raise ValueError(
+        budget_refusal(forest, shape=shape, budget_bytes=budget_bytes, head_chunk=head_chunk)
+    )
+
+
+def budget_refusal(forest: Forest, *, shape: ModelShape, budget_bytes: int, head_chunk: int) -> str:
+    """Says which budget the tree needs, if it has no plan in this one."""
     longest = int(forest.position_N.max()) + 1
     least = least_budget_bytes(shape, longest_path=longest, head_chunk=head_chunk)
-    raise ValueError(
+    return (
         f"trainer.memory_budget_bytes is {budget_bytes}, but a tree of {forest.token_count} tokens "
         f"with a longest path of {longest} needs at most {least}; raise it to that"
     )
@@ -149,28 +143,11 @@ def _path_bytes(
 ) -> _PathBytes:
     size = max(end - start for start, end in blocks)
     slots = max(int(forest.position_N[start]) + end - start for start, end in blocks)
+    stored = path_ranges(forest, [start for start, _ in blocks])
     return _PathBytes(
         live=shape.block_bytes(size, chunk=head_chunk, is_carried=True) + shape.carry_bytes(slots),
-        stored=_path_tokens(forest, [start for start, _ in blocks]) * shape.key_bytes_per_token,
+        stored=sum(end - start for start, end in stored) * shape.key_bytes_per_token,
     )
-
-
-def _path_tokens(forest: Forest, starts: Sequence[int]) -> int:
-    """How many tokens are an ancestor of at least one of the starts, which ascend.
-
-    An ancestor of a start that lies before the PREVIOUS start is that one's ancestor too and
-    already counted, so each start adds only its ancestors from the previous start on.
-    """
-    first_M, parent_M = forest.segment_start_M.tolist(), forest.segment_parent_M.tolist()
-    counted = previous = 0
-    for start in starts:
-        above = int(forest.parent_N[start])
-        segment = bisect_right(first_M, above) - 1
-        while above >= previous:
-            counted += above + 1 - max(first_M[segment], previous)
-            above, segment = int(forest.parent_N[first_M[segment]]), parent_M[segment]
-        previous = start
-    return counted
 
 
 def _whole(
@@ -197,20 +174,3 @@ def packed(groups: Sequence[int], *, tokens: Sequence[int], capacity: int) -> li
             waiting = ()
         waiting = (*waiting, group)
     return [*runs, waiting] if waiting else runs
-
-
-def _blocks(
-    tokens: int, *, shape: ModelShape, budget_bytes: int, head_chunk: int
-) -> tuple[tuple[int, int], ...]:
-    carry_bytes = shape.carry_bytes(tokens)
-    free_bytes = budget_bytes - carry_bytes
-    size = shape.block_tokens(free_bytes, chunk=head_chunk, is_carried=True)
-    if size < BLOCK_TOKENS_MIN:
-        least = shape.block_bytes(BLOCK_TOKENS_MIN, chunk=head_chunk, is_carried=True)
-        raise ValueError(
-            f"trainer.memory_budget_bytes is {carry_bytes + least - budget_bytes} bytes too small "
-            f"for a tree of {tokens} tokens"
-        )
-    count = -(-tokens // size)
-    even = -(-tokens // count)
-    return tuple((start, min(start + even, tokens)) for start in range(0, tokens, even))

@@ -5,15 +5,17 @@ A pure function of the trees, the model's shape and the ranks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
 from forgemq_contracts.trainer_plan import PlannedGroup, PlannedStep
-from forgemq_trainer.core.assignment import OwnRound, Round, SharedRound
+from forgemq_trainer.core.assignment import Round, idle_share
 from forgemq_trainer.core.expert_traffic import leaving_bytes, row_bytes
-from forgemq_trainer.core.flops import Flops, flops_of_tree, forward_of
-from forgemq_trainer.core.memory import Microbatch, ModelShape
+from forgemq_trainer.core.flops import flops_of_tree
+from forgemq_trainer.core.memory import ModelShape
 from forgemq_trainer.core.microbatches import plan_step
+from forgemq_trainer.core.team_plans import TeamPlans
 from forgemq_trainer.core.traffic import (
     GatheredValues,
     Kept,
@@ -50,23 +52,18 @@ def planned_group(forest: Forest, *, shape: ModelShape, ranks: Ranks) -> Planned
         (planned,) = _planned([forest], shape=shape, ranks=ranks).rounds
     except ValueError as error:
         return PlannedGroup(tokens=tokens, way="none", refusal=str(error))
-    if isinstance(planned, SharedRound):
-        return PlannedGroup(
-            tokens=tokens,
-            way="shared",
-            blocks=len(planned.blocks),
-            block_tokens=max(block[-1][1] - block[0][0] for block in planned.blocks),
-        )
-    (batch,) = [each for each in planned.microbatch_of_rank if each is not None]
+    (team,) = planned.teams
+    way: Literal["whole", "blocks", "shared"] = "whole" if len(team.blocks) == 1 else "blocks"
     return PlannedGroup(
         tokens=tokens,
-        way="whole" if len(batch.blocks) == 1 else "blocks",
-        blocks=len(batch.blocks),
-        block_tokens=max(end - start for start, end in batch.blocks),
-        recomputed_layers=batch.recomputed_layers,
-        is_offloaded=batch.is_offloaded,
-        stored_bytes=tokens * shape.key_bytes_per_token if batch.is_offloaded else 0,
-        predicted_bytes=batch.predicted_bytes,
+        way="shared" if team.size > 1 else way,
+        ranks=team.size,
+        blocks=len(team.blocks),
+        block_tokens=max(block[-1][1] - block[0][0] for block in team.blocks),
+        recomputed_layers=team.recomputed_layers,
+        is_offloaded=team.is_offloaded,
+        stored_bytes=tokens * shape.key_bytes_per_token if team.is_offloaded else 0,
+        predicted_bytes=team.predicted_bytes,
     )
 
 
@@ -75,27 +72,24 @@ def planned_step(forests: Sequence[Forest], *, shape: ModelShape, ranks: Ranks) 
     whole_tokens = shape.block_tokens(ranks.budget_bytes, chunk=ranks.head_chunk, is_carried=False)
     # Several groups may share a tree.
     different = {id(forest): forest for forest in forests}
-    costs = {key: flops_of_tree(shape, forest) for key, forest in different.items()}
-    flops = [costs[id(forest)] for forest in forests]
+    costs = {key: flops_of_tree(shape, forest).total for key, forest in different.items()}
     plan = PlannedStep(
         whole_tokens=whole_tokens,
         key_bytes_per_token=shape.key_bytes_per_token,
         tree_tokens=sum(forest.token_count for forest in forests),
-        flops=sum(cost.total for cost in flops),
+        flops=sum(costs[id(forest)] for forest in forests),
     )
     try:
         update = _planned(forests, shape=shape, ranks=ranks)
     except ValueError as error:
         return msgspec.structs.replace(plan, refused_step=str(error))
     rounds, traffic = update.rounds, update.traffic
-    batches = [batch for each in rounds for batch in _microbatches(each)]
     passes = passes_of(rounds)
-    is_shared = any(isinstance(each, SharedRound) for each in rounds)
+    predicted = (team.predicted_bytes for each in rounds for team in each.teams)
     return msgspec.structs.replace(
         plan,
-        slowest_flops=sum(
-            _slowest(each, flops, shape=shape, world_size=ranks.grid.ranks) for each in rounds
-        ),
+        slowest_flops=sum(sum(each.slowest) for each in rounds),
+        idle_share=idle_share(rounds, world_size=ranks.grid.ranks),
         forwards=passes.forwards,
         backwards=passes.backwards,
         kept=update.kept.name.lower(),
@@ -103,8 +97,8 @@ def planned_step(forests: Sequence[Forest], *, shape: ModelShape, ranks: Ranks) 
         reduced_bytes=traffic.reduced,
         replicated_bytes=traffic.replicated,
         exchanged_bytes=traffic.exchanged,
-        travelled_bytes=sum(_travelled_bytes(each, forests, shape=shape) for each in rounds),
-        predicted_bytes=0 if is_shared else max((b.predicted_bytes for b in batches), default=0),
+        travelled_bytes=sum(_travelled_bytes(each, shape=shape) for each in rounds),
+        predicted_bytes=max(predicted, default=0),
     )
 
 
@@ -118,65 +112,26 @@ def _planned(forests: Sequence[Forest], *, shape: ModelShape, ranks: Ranks) -> U
             budget_bytes=ranks.budget_bytes,
             head_chunk=ranks.head_chunk,
         )
-    alone = plan_step(
-        forests,
-        shape=shape,
-        budget_bytes=ranks.budget_bytes,
-        head_chunk=ranks.head_chunk,
-        carried="path",
-    )
-    rounds = tuple(OwnRound(microbatch_of_rank=(batch,)) for batch in alone)
+    budget_bytes, head_chunk = ranks.budget_bytes, ranks.head_chunk
+    alone = plan_step(forests, shape=shape, budget_bytes=budget_bytes, head_chunk=head_chunk)
+    plans = TeamPlans(forests, shape=shape, budget_bytes=budget_bytes, head_chunk=head_chunk)
+    rounds = tuple(Round(teams=(plans.alone(batch),)) for batch in alone)
     return UpdatePlan(rounds=rounds, kept=Kept.NOTHING, traffic=Traffic())
 
 
-def _microbatches(planned: Round) -> tuple[Microbatch, ...]:
-    if isinstance(planned, SharedRound):
-        return ()
-    return tuple(batch for batch in planned.microbatch_of_rank if batch is not None)
-
-
-def _slowest(
-    planned: Round, flops: Sequence[Flops], *, shape: ModelShape, world_size: int
-) -> float:
-    if isinstance(planned, SharedRound):
-        cost = flops[planned.group]
-        return (cost.total + forward_of(cost, shape).total) / world_size
-    return max(
-        sum(
-            flops[group].total
-            + (forward_of(flops[group], shape).total if len(batch.blocks) > 1 else 0.0)
-            + _recomputation(flops[group], batch.recomputed_layers, shape=shape)
-            for group in batch.groups
-        )
-        for batch in _microbatches(planned)
-    )
-
-
-def _recomputation(cost: Flops, layers: int, *, shape: ModelShape) -> float:
-    """Operations of the layers that run their matrix products again in backward.
-
-    Their attention's output is kept on most backends, and the head runs once.
-    """
-    return forward_of(cost, shape).weights * layers / shape.layers
-
-
-def _travelled_bytes(planned: Round, forests: Sequence[Forest], *, shape: ModelShape) -> int:
+def _travelled_bytes(planned: Round, *, shape: ModelShape) -> int:
     """Of the rank with most tokens in a round: rows that leave it for experts of other ranks."""
     if shape.expert_ranks == 1:
         return 0
-    if isinstance(planned, SharedRound):
-        tokens = sum(max(end - start for start, end in block) for block in planned.blocks)
-        # Every block runs forward first without gradient.
-        sent = row_bytes(shape, tokens=tokens, forwards=2, backwards=1)
-    else:
-        sent = row_bytes(
-            shape,
-            tokens=max(
-                sum(forests[group].token_count for group in batch.groups)
-                for batch in _microbatches(planned)
-            ),
-            forwards=1,
-            backwards=1,
-            recomputed_layers=planned.recomputed_layers,
-        )
+    # Of every pass the longest range; ranks without a team run two tokens.
+    passes = zip(*(team.blocks for team in planned.teams), strict=True)
+    tokens = sum(max(end - start for block in blocks for start, end in block) for blocks in passes)
+    sent = row_bytes(
+        shape,
+        tokens=tokens,
+        # Before its backward, a group in blocks runs once without gradient.
+        forwards=1 if planned.block_count == 1 else 2,
+        backwards=1,
+        recomputed_layers=planned.recomputed_layers,
+    )
     return leaving_bytes(shape, sent)

@@ -2,14 +2,17 @@
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from forgemq_contracts.trees import MergedTree
-from forgemq_trainer.core.assignment import Round, SharedRound
+from forgemq_trainer.core.assignment import Round
 from forgemq_trainer.core.attention.exchange import Peers
+from forgemq_trainer.core.attention.plan import Range
 from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.loss import Entries, EntryLoss
 from forgemq_trainer.core.memory import Microbatch
@@ -18,9 +21,9 @@ from forgemq_trainer.core.step import (
     EntryValues,
     Objective,
     forward_backward,
-    forward_backward_shared,
+    forward_backward_together,
     merged,
-    read_shared,
+    read_together,
 )
 from forgemq_trainer.core.tree import Floats, Forest, read_tree
 
@@ -65,12 +68,29 @@ def values_of(data: bytes) -> EntryValues:
     )
 
 
+class RankTeams(Protocol):
+    """All ranks, as the computation uses them."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+        ...
+
+    def team(self, ranks: Range) -> Peers:
+        """The ranks of a team that this rank is in, of at least two ranks."""
+        ...
+
+    def all_reduce(self, own: Tensor) -> Tensor:
+        """Sum of `own` over all ranks."""
+        ...
+
+
 def forward_backward_rounds(
     policy: PolicyModel,
     objective: Objective,
     rounds: Sequence[Round],
     *,
-    peers: Peers,
+    peers: RankTeams,
     head_chunk: int,
 ) -> EntryValues:
     """Add the gradients of the step; every rank goes through the same rounds.
@@ -83,23 +103,24 @@ def forward_backward_rounds(
         head_chunk: Rows of logits that exist at once.
 
     Returns:
-        The values of this rank's entries. Entries of shared groups are returned by rank 0 only, so
-        all ranks' values together have every entry once.
+        The values of this rank's entries. Entries of a team's groups are returned by its first rank
+        only, so all ranks' values together have every entry once.
     """
     parts: list[EntryValues] = []
     for planned in rounds:
-        if isinstance(planned, SharedRound):
-            values = forward_backward_shared(
-                policy, objective, planned, peers=peers, head_chunk=head_chunk
+        team = planned.team_of(peers.rank)
+        if team is None:
+            layers = planned.recomputed_layers
+            run_empty_blocks(policy, planned.block_count, recomputed_layers=layers)
+        elif team.size == 1:
+            microbatches = [team.microbatch()]
+            parts.append(forward_backward(policy, objective, microbatches, head_chunk=head_chunk))
+        else:
+            values = forward_backward_together(
+                policy, objective, team, peers=peers.team(team.ranks), head_chunk=head_chunk
             )
-            if peers.rank == 0:
+            if peers.rank == team.ranks[0]:
                 parts.append(values)
-            continue
-        microbatch = planned.microbatch_of_rank[peers.rank]
-        if microbatch is None:
-            run_empty_microbatch(policy, recomputed_layers=planned.recomputed_layers)
-            continue
-        parts.append(forward_backward(policy, objective, [microbatch], head_chunk=head_chunk))
     return merged(parts)
 
 
@@ -108,7 +129,7 @@ def read_rounds(
     forests: Sequence[Forest],
     rounds: Sequence[Round],
     *,
-    peers: Peers,
+    peers: RankTeams,
     head_chunk: int,
 ) -> list[Floats]:
     """Log-probability of each entry of each forest, nats; every rank goes through the same rounds.
@@ -125,22 +146,20 @@ def read_rounds(
     """
     read = [np.zeros(forest.entry_count) for forest in forests]
     for planned in rounds:
-        if isinstance(planned, SharedRound):
-            logprob_E = read_shared(
-                policy, forests[planned.group], planned, peers=peers, head_chunk=head_chunk
+        team = planned.team_of(peers.rank)
+        if team is None:
+            _read_empty_blocks(policy, planned.block_count)
+        elif team.size == 1:
+            own = read_forests(policy, forests, [team.microbatch()], head_chunk=head_chunk)
+            for group in team.groups:
+                read[group] = own[group]
+        else:
+            together = read_together(
+                policy, forests, team, peers=peers.team(team.ranks), head_chunk=head_chunk
             )
-            if peers.rank == 0:  # All ranks have it; the sum below takes one of them.
-                read[planned.group] = logprob_E
-            continue
-        microbatch = planned.microbatch_of_rank[peers.rank]
-        if microbatch is None:
-            # As in `run_empty_microbatch`, without a backward.
-            empty = Microbatch(groups=(0,), blocks=((0, 2),))
-            read_logprobs(policy, _two_tokens(), empty, head_chunk=1)
-            continue
-        own = read_forests(policy, forests, [microbatch], head_chunk=head_chunk)
-        for group in microbatch.groups:
-            read[group] = own[group]
+            if peers.rank == team.ranks[0]:  # All have it; the sum below takes one of them.
+                for group, logprob_E in together.items():
+                    read[group] = logprob_E
     # Each entry was read on one rank and is 0 on the others.
     all_E = torch.from_numpy(np.concatenate([*read, np.zeros(0)])).to(policy.head_VH.device)
     summed_E = peers.all_reduce(all_E).cpu().numpy()
@@ -148,19 +167,31 @@ def read_rounds(
     return np.split(summed_E, ends)[: len(read)]
 
 
-def run_empty_microbatch(policy: PolicyModel, *, recomputed_layers: int) -> None:
-    """Run a two-token forward and backward with zero loss; adds zero to every gradient.
+def run_empty_blocks(policy: PolicyModel, count: int, *, recomputed_layers: int) -> None:
+    """Run two tokens as often as a group in so many blocks; adds zero to every gradient.
 
-    The other ranks' forward gathers the parameters' shards from all ranks (FSDP), and their tokens
+    The other ranks' passes gather the parameters' shards from all ranks (FSDP), and their tokens
     may travel to this rank's experts, also from layers that they recompute. So this rank has to
     take part even if it has nothing to train.
     """
-    forward_backward(
-        policy,
-        Objective(forests=[_two_tokens()], loss_weights=[0.0], loss=_zero_loss),
-        [Microbatch(groups=(0,), blocks=((0, 2),), recomputed_layers=recomputed_layers)],
-        head_chunk=1,
-    )
+    if count > 1:  # Blocks first go forward for all log-probabilities.
+        _read_empty_blocks(policy, count)
+    for _ in range(count):
+        forward_backward(
+            policy,
+            Objective(forests=[_two_tokens()], loss_weights=[0.0], loss=_zero_loss),
+            [replace(_EMPTY, recomputed_layers=recomputed_layers)],
+            head_chunk=1,
+        )
+
+
+def _read_empty_blocks(policy: PolicyModel, count: int) -> None:
+    for _ in range(count):
+        read_logprobs(policy, _two_tokens(), _EMPTY, head_chunk=1)
+
+
+_EMPTY = Microbatch(groups=(0,), blocks=((0, 2),))
+"""Of `_two_tokens`."""
 
 
 def _zero_loss(logprob: Tensor, _entries: Entries) -> EntryLoss:

@@ -18,13 +18,15 @@ from torch import Tensor
 
 from forgemq_contracts.loss import Loss
 from forgemq_contracts.supervised import loss_parts
-from forgemq_trainer.core.assignment import Range, SharedRound
-from forgemq_trainer.core.attention.carry import CarriedKeys
-from forgemq_trainer.core.attention.exchange import KeyExchange, Peers
+from forgemq_trainer.core.attention.carry import PathKeys, TeamBlocks
+from forgemq_trainer.core.attention.exchange import Peers
+from forgemq_trainer.core.attention.plan import Range
 from forgemq_trainer.core.drafting import Drafting
 from forgemq_trainer.core.forward import PolicyModel, TreeForward
+from forgemq_trainer.core.logprobs import Edges
 from forgemq_trainer.core.loss import Entries, EntryLoss, LossFunction
 from forgemq_trainer.core.memory import Microbatch
+from forgemq_trainer.core.team_plans import Team
 from forgemq_trainer.core.tree import Floats, Forest, Integers, joined
 
 
@@ -156,46 +158,51 @@ def forward_backward(
     return merged(parts)
 
 
-def forward_backward_shared(
-    policy: PolicyModel,
-    objective: Objective,
-    shared: SharedRound,
-    *,
-    peers: Peers,
-    head_chunk: int,
+def forward_backward_together(
+    policy: PolicyModel, objective: Objective, team: Team, *, peers: Peers, head_chunk: int
 ) -> EntryValues:
-    """Add this rank's part of one group's gradients; every rank calls it with the same round.
+    """Add this rank's part of some groups' gradients; every rank of a team makes the same call.
 
     Args:
-        policy: Its parameters' gradients, summed over the ranks, are those of the group.
-        objective: The whole step's; the round names one group of it.
-        shared: The group, its blocks and the ranks' query ranges in each of them.
-        peers: The ranks.
+        policy: Its parameters' gradients, summed over the ranks, are those of the groups.
+        objective: The whole step's; the team names groups of it.
+        team: The groups, their blocks and the ranks' query ranges in each of them.
+        peers: The ranks of the team, at least two.
         head_chunk: Rows of logits that exist at once.
 
     Returns:
-        All entries of the group, the same on every rank.
+        All entries of the groups, the same on every rank.
     """
-    forest = objective.forests[shared.group]
-    loss_weight_E = np.full(forest.entry_count, objective.loss_weights[shared.group])
+    forest = joined([objective.forests[group] for group in team.groups])
+    loss_weight_G = np.array([objective.loss_weights[group] for group in team.groups])
+    loss_weight_E = loss_weight_G[forest.entry_group_E]
     forest_loss = _ForestLoss(forest, loss_weight_E, objective.loss, like=policy.head_VH)
     forward = TreeForward(policy, forest, head_chunk=head_chunk)
-    exchanges = [KeyExchange(ranges=ranges, peers=peers) for ranges in shared.blocks]
-    own = [ranges[peers.rank] for ranges in shared.blocks]
-    values = _run_in_blocks(forward, forest_loss, own, forward.whole_keys(own), exchanges)
+    own, keys = _team_keys(forward, team, peers)
+    if len(own) == 1:
+        values = _run_together(forward, forest_loss, own[0], keys, peers)
+    else:
+        values = _run_in_blocks(forward, forest_loss, own, keys, peers)
     return replace(values, route_disagreements=forward.route_disagreements)
 
 
-def read_shared(
-    policy: PolicyModel, forest: Forest, shared: SharedRound, *, peers: Peers, head_chunk: int
-) -> Floats:
-    """Log-probability of each entry of a group that all ranks run, nats, the same on every rank."""
+def read_together(
+    policy: PolicyModel, forests: Sequence[Forest], team: Team, *, peers: Peers, head_chunk: int
+) -> dict[int, Floats]:
+    """Log-probability of each entry, nats, by group of the team, the same on each of its ranks."""
+    forest = joined([forests[group] for group in team.groups])
     forward = TreeForward(policy, forest, head_chunk=head_chunk)
-    exchanges = [KeyExchange(ranges=ranges, peers=peers) for ranges in shared.blocks]
-    own = [ranges[peers.rank] for ranges in shared.blocks]
+    own, keys = _team_keys(forward, team, peers)
     edges = [forward.edges(start, end) for start, end in own]
-    logprob_E, _ = forward.read(own, edges, forward.whole_keys(own), exchanges)
-    return _array(logprob_E)
+    read_E = _array(forward.read(own, edges, keys, peers)[0])
+    return {group: read_E[forest.entry_group_E == index] for index, group in enumerate(team.groups)}
+
+
+def _team_keys(forward: TreeForward, team: Team, peers: Peers) -> tuple[list[Range], PathKeys]:
+    """This rank's ranges of a team's blocks, and their carries."""
+    own = [ranges[peers.rank] for ranges in team.blocks]
+    blocks = TeamBlocks(ranges=team.blocks, peers=peers)
+    return own, forward.path_keys(own, is_offloaded=team.is_offloaded, team=blocks)
 
 
 def merged(parts: Sequence[EntryValues]) -> EntryValues:
@@ -303,35 +310,60 @@ def _run_whole(
     return forest_loss.values(logprob_E, entropy_E, total, result)
 
 
+def _run_together(
+    forward: TreeForward, forest_loss: _ForestLoss, own: Range, keys: PathKeys, peers: Peers
+) -> EntryValues:
+    """Run this rank's range of all tokens forward and backward at once, beside its team."""
+    edges = forward.edges(*own)
+    hidden, logprob_J, logprob_E, entropy_E = forward.together(own, edges, keys, peers)
+    owed_E, total, result = _owed(forest_loss, logprob_E)
+    _backward(hidden, logprob_J, edges, owed_E)
+    return forest_loss.values(logprob_E, entropy_E, total, result)
+
+
 def _run_in_blocks(
     forward: TreeForward,
     forest_loss: _ForestLoss,
     blocks: Sequence[Range],
-    keys: CarriedKeys,
-    exchanges: Sequence[KeyExchange] = (),
+    keys: PathKeys,
+    peers: Peers | None = None,
 ) -> EntryValues:
     """Run block by block: the same gradients, in the memory of one block and the carries.
 
-    If there is an exchange for each block, `blocks` are this rank's ranges of them.
+    Of a team, `blocks` are this rank's ranges of them.
     """
     all_edges = [forward.edges(start, end) for start, end in blocks]
-    logprob_E, entropy_E = forward.read(blocks, all_edges, keys, exchanges)
-    # The loss may couple entries of different blocks (GSPO does), so its gradient is taken once
-    # over all log-probabilities, and each block's backward starts from its share of that.
-    logprob_E.requires_grad_()
-    total, result = forest_loss.of(logprob_E)
-    (owed_E,) = torch.autograd.grad(total, logprob_E)
+    logprob_E, entropy_E = forward.read(blocks, all_edges, keys, peers)
+    owed_E, total, result = _owed(forest_loss, logprob_E)
     keys.start_backward()
-    between: Sequence[KeyExchange | None] = exchanges or [None] * len(blocks)
     # In reverse: when a block runs backward, all queries that see its keys have added to their
     # gradients.
     for number, (start, end) in reversed(list(enumerate(blocks))):
         edges = all_edges[number]
-        hidden = forward.hidden(start, end, keys=keys.enter(number), exchange=between[number])
+        hidden = forward.block_hidden(number, start, end, keys=keys)
         logprob_J, _ = forward.logprobs(hidden, edges, start=start)
-        owed_J = torch.zeros_like(logprob_J)
-        owed_J.index_add_(0, edges.edge_of_entry_E, owed_E[edges.entry_E])
-        # A block without edges still owes gradients to its keys, from later blocks: backward has
-        # to pass through its hidden states, hence their gradient of zeros.
-        torch.autograd.backward([logprob_J, hidden], [owed_J, torch.zeros_like(hidden)])
+        _backward(hidden, logprob_J, edges, owed_E)
     return forest_loss.values(logprob_E, entropy_E, total, result)
+
+
+def _owed(forest_loss: _ForestLoss, logprob_E: Tensor) -> tuple[Tensor, Tensor, EntryLoss]:
+    """The loss's gradient for each log-probability, its sum, and the loss of each entry.
+
+    The loss may couple entries of different blocks (GSPO does), so its gradient is taken once over
+    all log-probabilities, and each block's backward starts from its share of that.
+    """
+    logprob_E.requires_grad_()
+    total, result = forest_loss.of(logprob_E)
+    (owed_E,) = torch.autograd.grad(total, logprob_E)
+    return owed_E, total, result
+
+
+def _backward(hidden: Tensor, logprob_J: Tensor, edges: Edges, owed_E: Tensor) -> None:
+    """Run a block backward from what its edges owe.
+
+    A block without edges still owes gradients to its keys, from later blocks: backward has to pass
+    through its hidden states, hence their gradient of zeros.
+    """
+    owed_J = torch.zeros_like(logprob_J)
+    owed_J.index_add_(0, edges.edge_of_entry_E, owed_E[edges.entry_E])
+    torch.autograd.backward([logprob_J, hidden], [owed_J, torch.zeros_like(hidden)])

@@ -8,18 +8,24 @@ after them. Backward gathers the layers once more, and sums gradients over the S
 The sums over the replicas are made once, in the last backward of an update. What a rank has room
 for, it keeps between the passes of an update (`Kept`).
 
-A rank sends as much as it receives, as in a ring of n ranks: of a gather, or of a sum of which each
-gets a shard, (n - 1) / n of the whole; of a sum that each gets whole, twice that.
+Of gathers and sums a rank sends as much as it receives, as in a ring of n ranks: of a gather, or of
+a sum of which each gets a shard, (n - 1) / n of the whole; of a sum that each gets whole, twice
+that. Keys that ranks of a team hand over go from one rank to another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from forgemq_trainer.core.assignment import OwnRound, Round, SharedRound, plan_rounds
+from forgemq_trainer.core.assignment import Round, plan_rounds
+from forgemq_trainer.core.attention.path_trade import TeamPaths
 from forgemq_trainer.core.memory import ModelShape
 from forgemq_trainer.core.microbatches import KEPT_BLOCKS_RATIO
-from forgemq_trainer.core.tree import Forest
+from forgemq_trainer.core.team_plans import Team
+from forgemq_trainer.core.tree import Forest, joined
+
+ABOUT_AS_LONG = 1.01
+"""A plan that computes so many times as long as another one computes no more: teams differ."""
 
 
 class Kept(IntEnum):
@@ -90,13 +96,13 @@ class Passes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Bytes that a rank sends, which are as many as it receives.
+    """Bytes that a rank sends.
 
     Attributes:
         gathered: Of shards of parameters, so that others hold them whole.
         reduced: Of gradients, to be summed into shards.
         replicated: Of summed shards, to be summed over the replicas.
-        exchanged: Of groups that ranks run together: keys, values, their gradients, and
+        exchanged: Of groups that a team runs together: keys, values, their gradients, and
             log-probabilities.
     """
 
@@ -140,7 +146,7 @@ def plan_update(
     What is kept takes its bytes from the budget. Example: a model of 2 GB that runs three
     microbatches of 20 GB in a budget of 50 GB is gathered once. If a group were recomputed in 48 GB
     but not in 50, it would be gathered in every pass. Smaller microbatches compute no more, nor do
-    up to `KEPT_BLOCKS_RATIO` times the blocks of a group that ranks share.
+    up to `KEPT_BLOCKS_RATIO` times the blocks of a group in blocks.
 
     Args:
         forests: One for each group of the update.
@@ -194,21 +200,10 @@ def kept_bytes(kept: Kept, *, values: GatheredValues, shape: ModelShape) -> int:
 
 def passes_of(rounds: Sequence[Round]) -> Passes:
     """How often each rank goes through the model in these rounds."""
-    forwards = backwards = 0
-    for planned in rounds:
-        blocks = block_count(planned)
-        # Before its backward, a group in blocks or of several ranks runs once without gradient.
-        is_read_first = isinstance(planned, SharedRound) or blocks > 1
-        forwards += (1 + is_read_first) * blocks
-        backwards += blocks
-    return Passes(forwards=forwards, backwards=backwards)
-
-
-def block_count(planned: Round) -> int:
-    """Blocks that follow one another in a round."""
-    if isinstance(planned, SharedRound):
-        return len(planned.blocks)
-    return max(len(batch.blocks) for batch in planned.microbatch_of_rank if batch is not None)
+    counts = [planned.block_count for planned in rounds]
+    # Before its backward, a group in blocks runs once without gradient.
+    forwards = sum(2 * count if count > 1 else count for count in counts)
+    return Passes(forwards=forwards, backwards=sum(counts))
 
 
 def update_traffic(
@@ -219,8 +214,9 @@ def update_traffic(
     values: GatheredValues,
     grid: RankGrid,
     kept: Kept,
+    rank: int | None = None,
 ) -> Traffic:
-    """What a rank sends for the gradients of an update."""
+    """What a rank sends for the gradients of an update; None is the one that hands over most."""
     passes = passes_of(rounds)
     if not passes.backwards:
         return Traffic()
@@ -246,9 +242,8 @@ def update_traffic(
         * _share(values.trained * shape.wide_bytes, ranks=grid.replicas)
         // grid.shards,
         exchanged=sum(
-            exchanged_bytes(planned, forests[planned.group], shape=shape, is_trained=True)
+            exchanged_bytes(planned, forests, shape=shape, is_trained=True, rank=rank)
             for planned in rounds
-            if isinstance(planned, SharedRound)
         ),
     )
 
@@ -261,9 +256,13 @@ def reading_traffic(
     values: GatheredValues,
     grid: RankGrid,
     kept: Kept,
+    rank: int | None = None,
 ) -> Traffic:
-    """What a rank sends to read log-probabilities, of the policy or of a reference."""
-    forwards = sum(map(block_count, rounds))
+    """What a rank sends to read log-probabilities, of the policy or of a reference.
+
+    Without a rank it is the one that hands over most.
+    """
+    forwards = sum(planned.block_count for planned in rounds)
     whole = _gathered_values(values, kept=kept, layers=forwards, root=1, head=forwards)
     entries = sum(forest.entry_count for forest in forests)
     return Traffic(
@@ -276,30 +275,47 @@ def reading_traffic(
         else 0,
         exchanged=2 * _share(entries * 8, ranks=grid.ranks)
         + sum(
-            exchanged_bytes(planned, forests[planned.group], shape=shape, is_trained=False)
+            exchanged_bytes(planned, forests, shape=shape, is_trained=False, rank=rank)
             for planned in rounds
-            if isinstance(planned, SharedRound)
         ),
     )
 
 
 def exchanged_bytes(
-    planned: SharedRound, forest: Forest, *, shape: ModelShape, is_trained: bool
+    planned: Round,
+    forests: Sequence[Forest],
+    *,
+    shape: ModelShape,
+    is_trained: bool,
+    rank: int | None = None,
 ) -> int:
-    """What a rank sends of a group that all ranks run: gathers are of equal ranges, so padded.
+    """What a rank sends of the groups that teams run together; None is the one that sends most.
 
     At most so much with adapters: if none is on the first layer's keys and values, these have no
     gradients to send.
     """
+    sent = {
+        each: sent_bytes
+        for team in planned.teams
+        if team.size > 1
+        for each, sent_bytes in _sent_bytes(team, forests, shape=shape, is_trained=is_trained)
+    }
+    return max(sent.values(), default=0) if rank is None else sent.get(rank, 0)
+
+
+def _sent_bytes(
+    team: Team, forests: Sequence[Forest], *, shape: ModelShape, is_trained: bool
+) -> Iterator[tuple[int, int]]:
+    """Of each rank of a team, keys, values and gradients handed over, and log-probabilities."""
+    forest = joined([forests[group] for group in team.groups])
+    paths = TeamPaths(forest, team.blocks, rank=0)
     of_token = 2 * shape.layers * shape.key_size
-    sent = sum(
-        (len(ranges) - 1) * max(end - start for start, end in ranges) for ranges in planned.blocks
-    )
-    gradients = shape.wide_bytes if is_trained else 0
-    keys = sent * of_token * ((1 + is_trained) * shape.value_bytes + gradients)
-    ranks = len(planned.blocks[0])
     # Log-probabilities and entropies of all entries, each from one of the ranks.
-    return keys + 2 * 2 * _share(forest.entry_count * shape.wide_bytes, ranks=ranks)
+    of_entries = 2 * 2 * _share(forest.entry_count * shape.wide_bytes, ranks=team.size)
+    handed_over = zip(*paths.handed_over(is_trained=is_trained), strict=True)
+    for rank, (keys, gradients) in enumerate(handed_over, start=team.ranks[0]):
+        sent = of_token * (int(keys) * shape.value_bytes + int(gradients) * shape.wide_bytes)
+        yield rank, sent + of_entries
 
 
 def _gathered_values(
@@ -324,28 +340,23 @@ def _share(whole: int, *, ranks: int) -> int:
 
 
 def _computes_no_more(rounds: Sequence[Round], usual: Sequence[Round]) -> bool:
-    """True if no layer is recomputed that usually is not, and no block gets much shorter."""
+    """True if ranks compute no longer than usually, and no block gets much shorter."""
     blocks, usual_blocks = _blocks_of_groups(rounds), _blocks_of_groups(usual)
-    return (
-        _recomputed_layers(rounds) == _recomputed_layers(usual)
-        and blocks.keys() == usual_blocks.keys()
-        and all(blocks[n] <= KEPT_BLOCKS_RATIO * usual_blocks[n] for n in blocks)
+    return _slowest(rounds) <= ABOUT_AS_LONG * _slowest(usual) and all(
+        blocks[n] <= KEPT_BLOCKS_RATIO * usual_blocks[n] for n in blocks
     )
 
 
-def _recomputed_layers(rounds: Sequence[Round]) -> dict[int, int]:
-    """By group that one rank runs."""
-    return {
-        group: batch.recomputed_layers
-        for planned in rounds
-        if isinstance(planned, OwnRound)
-        for batch in filter(None, planned.microbatch_of_rank)
-        for group in batch.groups
-    }
+def _slowest(rounds: Sequence[Round]) -> float:
+    """FLOPs of the costliest rank in each pass, for which all ranks wait."""
+    return sum(sum(planned.slowest) for planned in rounds)
 
 
 def _blocks_of_groups(rounds: Sequence[Round]) -> dict[int, int]:
-    """By group that ranks share."""
+    """By group, how many blocks follow one another."""
     return {
-        planned.group: len(planned.blocks) for planned in rounds if isinstance(planned, SharedRound)
+        group: planned.block_count
+        for planned in rounds
+        for team in planned.teams
+        for group in team.groups
     }

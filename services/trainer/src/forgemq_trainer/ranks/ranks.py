@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forgemq_settings.environment import SettingsError
+from forgemq_trainer.core.attention.plan import Range
 from forgemq_trainer.core.traffic import RankGrid
 from forgemq_trainer.ranks.commands import Command, decode, encode
 from forgemq_trainer.ranks.shard_mesh import ShardMesh
+from forgemq_trainer.ranks.teams import TeamGroups, TeamPeers
 
 IDLE_MAX = timedelta(days=30)
 """How long other ranks wait for a command of rank 0: longer than any pause of a run. They need no
@@ -120,7 +122,7 @@ def check_device(device: str, *, gpus: int) -> None:
 
 
 class Ranks:
-    """This process among the ranks. Implements `core.attention.exchange.Peers`.
+    """This process among the ranks. Implements `core.rounds.RankTeams`.
 
     Every rank calls the same methods in the same order, except that rank 0 announces commands and
     the others receive them.
@@ -157,6 +159,7 @@ class Ranks:
         # Not the default group: FSDP issues its gathers there from other streams, and NCCL may
         # deadlock if the ranks' calls on one group come in different orders.
         self._exchange = _group(timeout=deadline)
+        self._teams = TeamGroups(rank=launch.rank, everyone=self._exchange, timeout=deadline)
         self._meshes: dict[int, ShardMesh] = {}
         self.mesh = self.divide(launch.world_size)
 
@@ -282,6 +285,10 @@ class Ranks:
         summed = own.detach().clone()
         dist.all_reduce(summed, group=self._exchange)
         return summed
+
+    def team(self, ranks: Range) -> TeamPeers:
+        """The ranks of a team that this rank is in."""
+        return self._teams.team(ranks)
 
     def close(self) -> None:
         """Leave the process groups; the other ranks must have finished too."""

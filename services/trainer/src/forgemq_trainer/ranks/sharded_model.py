@@ -9,7 +9,7 @@ from torch import Tensor
 from forgemq_contracts.lora import publishes_adapters
 from forgemq_contracts.rank_rules import shard_ranks_of
 from forgemq_contracts.run import RunConfiguration
-from forgemq_trainer.core.assignment import Round
+from forgemq_trainer.core.assignment import Round, idle_share
 from forgemq_trainer.core.low_rank import merge_factors
 from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.reference import filled, read_logprobs, routeless
@@ -53,6 +53,8 @@ class ShardedModel:
         device: str,
     ) -> None:
         """Load what a checkpoint holds, else the base model, and keep this rank's shard."""
+        self.idle_share = 0.0
+        """Of the plan of the newest `forward_backward`."""
         self.head = None  # `run_rules` refuses speculation on several ranks.
         self._ranks = ranks
         self._trainer = configuration.trainer
@@ -79,6 +81,7 @@ class ShardedModel:
             On rank 0 the values of all entries; on the others those of their own.
         """
         plan = self._planned(objective.forests)
+        self.idle_share = idle_share(plan.rounds, world_size=self._ranks.world_size)
         backwards = passes_of(plan.rounds).backwards
         with self._sharded.gathering.update(plan.kept, backwards=backwards):
             own = forward_backward_rounds(
@@ -116,7 +119,7 @@ class ShardedModel:
         """The rounds of a step over these trees, the same on every rank.
 
         Raises:
-            ValueError: The memory budget does not hold the keys and values of a whole tree.
+            ValueError: The memory budget is below the least that one of them needs.
         """
         return self._planned(forests).rounds
 
@@ -137,7 +140,6 @@ class ShardedModel:
             shape=self.policy.shape,
             budget_bytes=self._trainer.memory_budget_bytes,
             head_chunk=self._trainer.head_chunk_tokens,
-            carried="path",
         )
         with self._sharded.gathering.reading(Kept.NOTHING):
             return read_logprobs(

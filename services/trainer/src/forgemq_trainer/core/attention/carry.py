@@ -16,6 +16,9 @@ on another device or in a file: each of its keys is written once, and read when 
 becomes live. It is laid out by token, so what moves is contiguous in it: copies to and from a GPU
 touch no other host memory.
 
+Ranks of a team run the blocks together. Each has slots for its own range of the block and that
+range's path, stores own keys only, and trades the others with its peers (`path_trade`).
+
 M layers, K key/value heads, S slots, U stored tokens, D head size. The least budget is
 `memory.least_budget_bytes`.
 """
@@ -23,14 +26,21 @@ M layers, K key/value heads, S slots, U stored tokens, D head size. The least bu
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from forgemq_trainer.core.attention.attention import BlockKeys, Carry
-from forgemq_trainer.core.attention.plan import AttentionPlan, ForestPieces, attention_plan
+from forgemq_trainer.core.attention.exchange import KeyExchange, KeyTrade, Peers
+from forgemq_trainer.core.attention.path_trade import TeamPaths, Trade
+from forgemq_trainer.core.attention.plan import (
+    AttentionPlan,
+    ForestPieces,
+    Range,
+    attention_plan,
+)
 from forgemq_trainer.core.tree import Forest, Integers
 
 MakeStore: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
@@ -82,18 +92,6 @@ def empty_carries(slots: int, shape: KeyShape) -> tuple[Carry, ...]:
     )
 
 
-def path_of(forest: Forest, token: int) -> Integers:
-    """Layout indices of a token's ancestors, the root first."""
-    ranges = []
-    above = int(forest.parent_N[token])
-    while above >= 0:
-        segment = int(np.searchsorted(forest.segment_start_M, above, side="right")) - 1
-        start = int(forest.segment_start_M[segment])
-        ranges.append(np.arange(start, above + 1))
-        above = int(forest.parent_N[start])
-    return np.concatenate(ranges[::-1]) if ranges else np.zeros(0, dtype=np.int64)
-
-
 def slot_plan(plan: AttentionPlan, *, position_N: Integers, path_tokens: int) -> AttentionPlan:
     """The same pieces with keys by slot: ancestors at their depth, then the block's own.
 
@@ -128,36 +126,63 @@ class _Block:
     end: int
     path: Integers
 
+    @property
+    def shift(self) -> int:
+        """From an own token to its slot."""
+        return len(self.path) - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeamBlocks:
+    """How the ranks of a team run a layout together.
+
+    Attributes:
+        ranges: For each block, one range of queries for each rank, in order.
+        peers: The ranks.
+    """
+
+    ranges: tuple[tuple[Range, ...], ...]
+    peers: Peers
+
 
 class PathKeys:
     """The carries of a forest in blocks, with only the live path's keys in them.
 
     Call `enter` for every block in order, each followed by its forward; then `start_backward`; then
-    `enter` for every block in reverse order, each followed by its forward and backward.
+    `enter` for every block in reverse order, each followed by its forward and backward. Ranks of a
+    team do so together: each has its own range of every block and that range's path.
     """
 
     def __init__(
         self,
         forest: Forest,
         pieces: ForestPieces,
-        blocks: Sequence[tuple[int, int]],
+        blocks: Sequence[Range],
         *,
         shape: KeyShape,
         make_store: MakeStore | None = None,
+        team: TeamBlocks | None = None,
     ) -> None:
         """Allocate the buffers.
 
         Args:
             forest: The trees that run in blocks.
             pieces: The forest's, from `plan.pieces`.
-            blocks: (start, end) over the forest's layout, in order.
+            blocks: (start, end) over the forest's layout, in order; of a team, this rank's ranges.
             shape: What one token's keys and values need.
             make_store: Allocates the store outside the memory budget; None keeps it on the device.
+            team: None if this process runs the forest alone.
         """
-        self._forest, self._pieces, self._device = forest, pieces, shape.device
-        self._blocks = [_Block(start, end, path_of(forest, start)) for start, end in blocks]
-        self._stored = np.unique(np.concatenate([block.path for block in self._blocks]))
-        slots = max(len(block.path) + block.end - block.start for block in self._blocks)
+        self._forest, self._pieces, self._shape = forest, pieces, shape
+        self._peers = None if team is None else team.peers
+        self._paths = TeamPaths(
+            forest,
+            [(block,) for block in blocks] if team is None else team.ranges,
+            rank=0 if team is None else team.peers.rank,
+        )
+        self._count = len(blocks)
+        self._stored = self._paths.stored()
+        slots = max(int(forest.position_N[start]) + end - start for start, end in blocks)
         self._carries = empty_carries(slots, shape)
         store_size = (shape.layers, 2, len(self._stored), shape.heads, shape.head_size)
         self._store_MPUKD = (
@@ -165,129 +190,136 @@ class PathKeys:
             if make_store is None
             else make_store(store_size, shape.dtype)
         )
-        self._current: int | None = None
+        self._current: tuple[int, _Block] | None = None
         self._is_backward = False
 
     def enter(self, number: int) -> BlockKeys:
         """Make the path of this block live."""
-        if self._is_backward:
-            self._enter_backward(number)
-        else:
-            self._enter_forward(number)
-        self._current = number
-        return self._keys(self._blocks[number])
+        start, end = self._paths.own(number)
+        block = _Block(start, end, self._paths.path(number))
+        if self._current is not None and self._is_backward:
+            self._enter_backward(number, block, self._current[1])
+        elif self._current is not None:
+            self._enter_forward(number, block, self._current[1])
+        self._current = number, block
+        return self._keys(block)
+
+    def exchange(self, number: int) -> KeyExchange | None:
+        """How ranks hand over keys while this block, which was just entered, runs; None if none."""
+        trade = None if self._peers is None else self._paths.within(number)
+        if trade is None or trade.is_empty or self._current is None:
+            return None
+        block = self._current[1]
+        return KeyExchange(
+            trade=self._slots(trade, given=block.shift),
+            own=slice(len(block.path), len(block.path) + block.end - block.start),
+            are_known=self._is_backward,
+        )
 
     def start_backward(self) -> None:
         """Expect the blocks in reverse order from here on."""
         self._is_backward = True
+        # The last block ran last: its keys are live.
         self._current = None
 
-    def _enter_forward(self, number: int) -> None:
-        if self._current is None:
-            return
-        before, block = self._blocks[self._current], self._blocks[number]
+    def _enter_forward(self, number: int, block: _Block, before: _Block) -> None:
         # Of the block that just ran, what lies on any path goes to the store, and what lies on the
         # next block's path also moves to the slots of its depth. The rest is overwritten.
         is_own = (self._stored >= before.start) & (self._stored < before.end)
         put_away = np.flatnonzero(is_own)
-        kept = int(np.searchsorted(block.path, before.start))
-        shift = len(before.path) - before.start
-        away_from = self._index(self._stored[put_away] + shift)
-        path_from = self._index(block.path[kept:] + shift)
+        kept, owned = np.searchsorted(block.path, [before.start, before.end]).tolist()
+        away_from = self._index(self._stored[put_away] + before.shift)
+        path_from = self._index(block.path[kept:owned] + before.shift)
+        trade = None if self._peers is None else self._paths.before(number)
+        slots = None
+        if trade is not None and not trade.is_empty:
+            slots = self._slots(trade, given=before.shift)
         for layer, carry in enumerate(self._carries):
+            fetched = None if slots is None else slots.fetched(carry.key_KND, carry.value_KND)
             for both, buffer in enumerate((carry.key_KND, carry.value_KND)):
                 if len(put_away):
                     store_UKD = self._store_MPUKD[layer, both]
                     away_UKD = buffer[:, away_from].transpose(0, 1)
                     # A block's tokens are contiguous in the layout, hence in the store too.
                     store_UKD[int(put_away[0]) : int(put_away[-1]) + 1].copy_(away_UKD)
-                buffer[:, kept : len(block.path)] = buffer[:, path_from]
+                buffer[:, kept:owned] = buffer[:, path_from]
+            if slots is not None and fetched is not None:
+                slots.place(fetched, carry.key_KND, carry.value_KND)
 
-    def _enter_backward(self, number: int) -> None:
-        if self._current is None:
-            return
-        later, block = self._blocks[self._current], self._blocks[number]
+    def _enter_backward(self, number: int, block: _Block, later: _Block) -> None:
         # The paths agree below `shared`; from there on the later one runs through this block.
-        shared = int(np.searchsorted(later.path, block.start))
-        ranges = _ranges(np.searchsorted(self._stored, block.path[shared:]), slot=shared)
-        own = self._index(later.path[shared:] - block.start + len(block.path))
+        shared = self._paths.shared(number)
+        self._load(number, block, shared=shared)
+        owned = int(np.searchsorted(later.path, block.end))
+        own = self._index(later.path[shared:owned] + block.shift)
         used = max(len(later.path), len(block.path) + block.end - block.start)
+        trade = None if self._peers is None else self._paths.before(number + 1)
+        slots = None
+        if trade is not None and not trade.is_empty:
+            slots = self._slots(trade, given=block.shift)
+        for carry in self._carries:
+            # Gradients that later blocks left on the path belong to this block's tokens: own ones
+            # move to their slots, and the path starts from zero. Those below `shared` stay.
+            owed = (carry.key_grad_KND, carry.value_grad_KND)
+            returned = None if slots is None else slots.returned(*owed)
+            for gradients in owed:
+                of_block = gradients[:, shared:owned].clone()
+                gradients[:, shared:used] = 0
+                gradients[:, own] = of_block
+            if slots is not None and returned is not None:
+                slots.add(returned, *owed)
+
+    def _load(self, number: int, block: _Block, *, shared: int) -> None:
+        """Bring back the keys and values of this block's path from `shared` on."""
+        path = block.path[shared:]
+        is_stored = np.isin(path, self._stored, assume_unique=True)
+        ranges = _ranges(
+            np.searchsorted(self._stored, path[is_stored]), shared + np.flatnonzero(is_stored)
+        )
+        trade = None if self._peers is None else self._paths.back(number)
+        slots, rows = None, torch.zeros(0, dtype=torch.int64)
+        if trade is not None and not trade.is_empty:
+            slots = self._slots(trade, given=0)
+            rows = torch.from_numpy(np.searchsorted(self._stored, np.concatenate(trade.given)))
         for layer, carry in enumerate(self._carries):
             for both, buffer in enumerate((carry.key_KND, carry.value_KND)):
                 for start, end, slot in ranges:
                     stored_UKD = self._store_MPUKD[layer, both, start:end]
                     buffer[:, slot : slot + end - start].transpose(0, 1).copy_(stored_UKD)
-            # Gradients that later blocks left on the path belong to this block's own tokens: they
-            # move to its slots, and its path starts from zero. Those below `shared` stay.
-            for owed in (carry.key_grad_KND, carry.value_grad_KND):
-                of_block = owed[:, shared : len(later.path)].clone()
-                owed[:, shared:used] = 0
-                owed[:, own] = of_block
+            if slots is not None:
+                given_PCKD = self._store_MPUKD[layer][:, rows.to(self._store_MPUKD.device)]
+                fetched = slots.swapped(given_PCKD.transpose(0, 1).to(self._shape.device))
+                slots.place(fetched, carry.key_KND, carry.value_KND)
+
+    def _slots(self, trade: Trade, *, given: int) -> KeyTrade:
+        """The trade by slot: own tokens shifted by `given`, those of a path at their depth."""
+        assert self._peers is not None
+        return KeyTrade(
+            peers=self._peers,
+            given=tuple(self._index(tokens + given) for tokens in trade.given),
+            taken=tuple(self._index(self._forest.position_N[tokens]) for tokens in trade.taken),
+        )
 
     def _keys(self, block: _Block) -> BlockKeys:
         plan = attention_plan(self._pieces, start=block.start, end=block.end)
-        shift = len(block.path) - block.start
         seen = np.concatenate([block.path, np.arange(block.start, block.end)])
         return BlockKeys(
             plan=slot_plan(plan, position_N=self._forest.position_N, path_tokens=len(block.path)),
             carries=self._carries,
-            subtree_end_S=self._forest.subtree_end_N[seen] + shift,
+            subtree_end_S=self._forest.subtree_end_N[seen] + block.shift,
             position_S=self._forest.position_N[seen],
         )
 
     def _index(self, array: Integers) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._shape.device)
 
 
-def _ranges(stored: Integers, *, slot: int) -> list[tuple[int, int, int]]:
-    """(start, end, slot of the start) of every run of consecutive store indices, by slot."""
-    cuts = [0, *(np.flatnonzero(np.diff(stored) != 1) + 1).tolist(), len(stored)]
+def _ranges(stored: Integers, slots: Integers) -> list[tuple[int, int, int]]:
+    """(start, end, slot of the start) of every run of consecutive store indices and slots."""
+    is_cut = (np.diff(stored) != 1) | (np.diff(slots) != 1)
+    cuts = [0, *(np.flatnonzero(is_cut) + 1).tolist(), len(stored)]
     return [
-        (int(stored[first]), int(stored[last - 1]) + 1, slot + first)
+        (int(stored[first]), int(stored[last - 1]) + 1, int(slots[first]))
         for first, last in itertools.pairwise(cuts)
         if last > first
     ]
-
-
-class WholeKeys:
-    """The carries of a forest in blocks with the keys of all its tokens in them, in layout order.
-
-    For ranks that run one forest together and copy their keys into each other's carries.
-    """
-
-    def __init__(
-        self,
-        forest: Forest,
-        pieces: ForestPieces,
-        blocks: Sequence[tuple[int, int]],
-        *,
-        shape: KeyShape,
-    ) -> None:
-        """Allocate the buffers; arguments as of `PathKeys`."""
-        self._forest, self._pieces, self._blocks = forest, pieces, blocks
-        self._carries = empty_carries(forest.token_count, shape)
-
-    def enter(self, number: int) -> BlockKeys:
-        """The keys of this block's attention; all are live already."""
-        start, end = self._blocks[number]
-        return BlockKeys(
-            plan=attention_plan(self._pieces, start=start, end=end),
-            carries=self._carries,
-            subtree_end_S=self._forest.subtree_end_N[:end],
-            position_S=self._forest.position_N[:end],
-        )
-
-    def start_backward(self) -> None:
-        """Do nothing: all keys stay where they are."""
-
-
-class CarriedKeys(Protocol):
-    """Gives each block's attention its keys: all blocks in order, then all in reverse order."""
-
-    def enter(self, number: int) -> BlockKeys:
-        """Make this block's keys live; it runs next."""
-        ...
-
-    def start_backward(self) -> None:
-        """Expect the blocks in reverse order from here on."""
-        ...
