@@ -40,6 +40,7 @@ from tests.unit.recipes.scaled_recipes import SCALED_FILES, scaled_config
 FILES = sorted(RECIPES.glob("*/*.toml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "machines"), PAGES, ids=lambda each: str(each)[:8])
 def test_a_recipes_page_shows_its_plan(file: str, machines: dict[str, Any]):
     """The module of the recipes' plans says how the blocks are written again."""
@@ -48,6 +49,7 @@ def test_a_recipes_page_shows_its_plan(file: str, machines: dict[str, Any]):
     assert shown[1].splitlines() == list(block_of(report_of(file, **machines)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "overrides", "machines", "expected"),
     [
@@ -98,6 +100,7 @@ def test_what_does_not_fit_is_said_with_both_numbers(
     assert bool(found) == bool(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shard_ranks", "is_noted"), [(6, True), (8, False)])
 def test_replicas_that_gather_between_nodes_are_noted(shard_ranks: int, is_noted: bool):
     changes = (f"trainer.world_size={2 * shard_ranks}", f"trainer.shard_ranks={shard_ranks}")
