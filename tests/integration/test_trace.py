@@ -109,18 +109,19 @@ def test_one_trace_holds_a_completion_from_the_gateway_through_the_topics(
     traces = measured.by_trace()
     assert len(measured.trained) >= STEPS * 2 * 4 * 3 // 2
     for completion in measured.trained:
-        request, generate, *merges = traces[completion]
+        request, generate, *later = traces[completion]
         assert (request.service, request.name) == ("gateway", "request_completion")
         assert request.parent == completion[:16]
         assert (generate.service, generate.name) == ("inference", "inference.generate")
         assert generate.attributes["request_id"] == completion
         assert generate.parent == request.id.span
-        # The merger reads a record again if its transaction was aborted.
+        # Several, if the merger's transaction was aborted. If the merger had the group's scores
+        # before this completion, its tree and all that follows are of this trace too.
+        merges = [span for span in later if span.parent == generate.id.span]
         assert merges
         for merge in merges:
             assert (merge.service, merge.name) == ("merger", "transform")
             assert merge.attributes["topic"] == topics.FINISHED_COMPLETIONS.name
-            assert merge.parent == generate.id.span
 
 
 def test_the_agents_call_and_the_completion_it_got_name_each_other(measured: MeasuredRun) -> None:
