@@ -150,7 +150,7 @@ async def test_processor_time_counts_for_all_processes_together():
     program = "import os\nos.fork()\nos.fork()\nwhile True:\n    pass"
     began_s = time.monotonic()
     assert (await run(program, cpu_s=1, time_s=30)).ended == "cpu"
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 25
 
 
 async def test_a_huge_file_many_files_and_much_in_all_end_at_their_limits():
