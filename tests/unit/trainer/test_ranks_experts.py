@@ -4,7 +4,7 @@ import dataclasses
 import gc
 import itertools
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from forgemq_trainer.core.memory import Microbatch, ModelShape, least_budget_byt
 from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.optimizer import Updater
 from forgemq_trainer.core.rounds import forward_backward_rounds, values_bytes, values_of
-from forgemq_trainer.core.spread_experts import ROWS_RATIO
+from forgemq_trainer.core.spread_experts import ROWS_RATIO, ExpertPeers
 from forgemq_trainer.core.step import Objective, forward_backward, group_loss_weights, merged
 from forgemq_trainer.core.team_plans import TeamPlans
 from forgemq_trainer.core.tree import Forest, read_tree
@@ -170,15 +170,22 @@ def _alone(case: Case) -> Seen:
     return Seen(gradients, weights, norm, values.loss)
 
 
-class CountingGroups(ExpertGroups):
-    """Expert groups that count the bytes of the rows that they send, to this rank too."""
+class CountingPeers:
+    """An expert group that counts the bytes of the rows that this rank gives, to itself too."""
 
-    sent_bytes = 0
+    def __init__(self, peers: ExpertPeers) -> None:
+        self._peers = peers
+        self.rank, self.world_size = peers.rank, peers.world_size
+        self.sent_bytes = 0
 
-    def all_to_all(self, rows: Tensor, *, sent: list[int], received: list[int]) -> Tensor:
+    def all_gather(self, own: Tensor) -> list[Tensor]:
         """As of the ranks."""
-        self.sent_bytes += rows.nbytes
-        return super().all_to_all(rows, sent=sent, received=received)
+        return self._peers.all_gather(own)
+
+    def swap(self, own: Tensor, *, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+        """As of the ranks."""
+        self.sent_bytes += own.nbytes
+        return self._peers.swap(own, given=given, taken=taken)
 
 
 def _planned_bytes(rounds: tuple[Round, ...], shape: ModelShape, *, world: int) -> int:
@@ -215,7 +222,8 @@ def _has_parts(case: Case) -> bool:
 
 def _of_rank(ranks: Ranks, case: Case) -> Seen | None:
     model, objective = _model(case), _objective(case)
-    groups = CountingGroups(ranks, expert_ranks=case.expert_ranks)
+    groups = ExpertGroups(ranks, expert_ranks=case.expert_ranks)
+    groups.peers = peers = CountingPeers(groups.peers)
     policy = shard(prepare(model), ranks=ranks, dtype=case.dtype, experts=groups).policy
     forests = list(objective.forests)
     rounds = _rounds(case, forests, policy.shape, ranks.world_size)
@@ -227,7 +235,7 @@ def _of_rank(ranks: Ranks, case: Case) -> Seen | None:
         assert isinstance(parameter.grad, DTensor), name
         assert parameter.to_local().numel() * ranks.world_size == parameter.numel(), name
         gradients[name] = parameter.grad.full_tensor()
-    sent = int(ranks.all_reduce(torch.tensor(groups.sent_bytes)))
+    sent = int(ranks.all_reduce(torch.tensor(peers.sent_bytes)))
     planned = _planned_bytes(rounds, policy.shape, world=ranks.world_size)
     # Four times the rows of an even spread travel in parts, which go once more in backward.
     assert sent > planned if _has_parts(case) else sent == planned

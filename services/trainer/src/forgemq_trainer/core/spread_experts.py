@@ -15,6 +15,7 @@ T tokens of this rank, K experts for each token, E experts of a layer, L of them
 ranks of the group, S rows sent, M rows received, P parts, H hidden size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,8 +49,8 @@ class ExpertPeers(Protocol):
         """Gather `own` of every rank, by rank; all have one shape."""
         ...
 
-    def all_to_all(self, rows: Tensor, *, sent: list[int], received: list[int]) -> Tensor:
-        """Send each rank its rows, in order; returns what all sent to this one, by rank."""
+    def swap(self, own: Tensor, *, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+        """Give each rank its rows of `own`, in order; returns those given to this one, by rank."""
         ...
 
 
@@ -234,7 +235,7 @@ class _Travelled(torch.autograd.Function):
         peers: ExpertPeers,
     ) -> Tensor:
         ctx.sent, ctx.received, ctx.peers = sent, received, peers
-        return peers.all_to_all(rows, sent=sent, received=received)
+        return peers.swap(rows, given=sent, taken=received)
 
     @staticmethod
     def backward(
@@ -242,4 +243,4 @@ class _Travelled(torch.autograd.Function):
         grad: Tensor,
     ) -> tuple[Tensor | None, ...]:
         peers: ExpertPeers = ctx.peers
-        return peers.all_to_all(grad, sent=ctx.received, received=ctx.sent), None, None, None
+        return peers.swap(grad, given=ctx.received, taken=ctx.sent), None, None, None

@@ -161,19 +161,23 @@ def plan_update(
     """
     best: UpdatePlan | None = None
     usual: tuple[Round, ...] = ()
+    rounds: tuple[Round, ...] = ()
     for kept in Kept:
-        try:
-            rounds = plan_rounds(
-                forests,
-                shape=shape,
-                world_size=grid.ranks,
-                budget_bytes=budget_bytes - kept_bytes(kept, values=values, shape=shape),
-                head_chunk=head_chunk,
-            )
-        except ValueError:
-            if best is None:
-                raise
-            return best
+        left_bytes = budget_bytes - kept_bytes(kept, values=values, shape=shape)
+        # Rounds that fit what is left of the budget stay as they are: to plan takes seconds.
+        if best is None or _most_bytes(rounds) > left_bytes:
+            try:
+                rounds = plan_rounds(
+                    forests,
+                    shape=shape,
+                    world_size=grid.ranks,
+                    budget_bytes=left_bytes,
+                    head_chunk=head_chunk,
+                )
+            except ValueError:
+                if best is None:
+                    raise
+                return best
         plan = UpdatePlan(
             rounds=rounds,
             kept=kept,
@@ -337,6 +341,11 @@ def _expert_values(values: GatheredValues, *, kept: Kept, layers: int) -> int:
 def _share(whole: int, *, ranks: int) -> int:
     """What each of so many ranks sends of a gather of `whole`, or of its sum into shards."""
     return whole * (ranks - 1) // ranks
+
+
+def _most_bytes(rounds: Sequence[Round]) -> int:
+    """What a rank holds at once, of the rank and the round in which that is most."""
+    return max((team.predicted_bytes for each in rounds for team in each.teams), default=0)
 
 
 def _computes_no_more(rounds: Sequence[Round], usual: Sequence[Round]) -> bool:

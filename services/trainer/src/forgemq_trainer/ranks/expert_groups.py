@@ -4,18 +4,18 @@ Rank r is in expert group r // X, where it holds the experts of place r % X. An 
 run of ranks, so it lies within one machine if X divides the machine's ranks.
 """
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from forgemq_contracts.run import Trainer
-from forgemq_trainer.core.spread_experts import SpreadExperts
+from forgemq_settings.environment import SettingsError
+from forgemq_trainer.core.spread_experts import ExpertPeers, SpreadExperts
+from forgemq_trainer.ranks.rank_group import own_group
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.start_checks import check_expert_ranks
 
@@ -31,7 +31,12 @@ hidden states, chosen experts and weights."""
 
 
 class ExpertGroups:
-    """This rank among those of its expert group. Implements `core.spread_experts.ExpertPeers`."""
+    """The groups that this rank is in.
+
+    Attributes:
+        peers: The ranks of its expert group.
+        mesh: Of all ranks, by holders of the same experts and by place in an expert group.
+    """
 
     def __init__(self, ranks: Ranks, *, expert_ranks: int) -> None:
         """Make the process groups; every rank calls this.
@@ -41,28 +46,16 @@ class ExpertGroups:
             expert_ranks: Ranks that hold all experts between them; divides their number.
         """
         grid = torch.arange(ranks.world_size).view(-1, expert_ranks)
-        holders = _own_group(grid.T.tolist(), rank=ranks.rank, deadline_s=ranks.deadline_s)
-        self._group = _own_group(grid.tolist(), rank=ranks.rank, deadline_s=ranks.deadline_s)
+        timeout = timedelta(seconds=ranks.deadline_s)
+        holders = own_group(grid.T.tolist(), rank=ranks.rank, timeout=timeout)
+        peers = own_group(grid.tolist(), rank=ranks.rank, timeout=timeout)
+        self.peers: ExpertPeers = peers
         self.mesh = DeviceMesh.from_group(
-            [holders, self._group],
+            [holders.group, peers.group],
             ranks.device.type,
             mesh=grid,
             mesh_dim_names=("holders", "experts"),
         )
-        self.rank = ranks.rank % expert_ranks
-        self.world_size = expert_ranks
-
-    def all_gather(self, own: Tensor) -> list[Tensor]:
-        """Gather `own` of every rank of the group, by rank."""
-        everyones = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(everyones, own, group=self._group)
-        return everyones
-
-    def all_to_all(self, rows: Tensor, *, sent: list[int], received: list[int]) -> Tensor:
-        """Send each rank of the group its rows; returns what all sent to this one, by rank."""
-        arrived = rows.new_empty((sum(received), *rows.shape[1:]))
-        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=self._group)
-        return arrived
 
 
 def expert_groups(config: Any, trainer: Trainer, *, ranks: Ranks) -> ExpertGroups | None:  # noqa: ANN401  # of transformers
@@ -78,13 +71,23 @@ def expert_groups(config: Any, trainer: Trainer, *, ranks: Ranks) -> ExpertGroup
 
 
 def spread_experts(model: nn.Module, groups: ExpertGroups) -> list[SpreadExperts]:
-    """Give each rank its share of every layer's experts, in place; returns the layers' modules."""
-    found = []
+    """Give each rank its share of every layer's experts, in place; returns the layers' modules.
+
+    Raises:
+        SettingsError: the model has no experts of a known class.
+    """
+    found: list[SpreadExperts] = []
     for name, module in list(model.named_modules()):
         if type(module).__name__ in EXPERT_CLASSES:
             parent, _, child = name.rpartition(".")
             found.append(_spread(module, groups))
             setattr(model.get_submodule(parent), child, found[-1])
+    # A newer transformers may name a family's experts otherwise.
+    if not found:
+        raise SettingsError(
+            f"trainer.expert_ranks: the experts of {type(model).__name__} are of no class that is "
+            f"known to be spread ({', '.join(EXPERT_CLASSES)}): it must be 1"
+        )
     return found
 
 
@@ -98,18 +101,7 @@ def _spread(stock: Any, groups: ExpertGroups) -> SpreadExperts:  # noqa: ANN401 
         )
         for name, parameter in stock.named_parameters()
     }
-    spread = SpreadExperts(stock, peers=groups)
+    spread = SpreadExperts(stock, peers=groups.peers)
     for name, share in shares.items():
         spread.register_parameter(name, share)
     return spread
-
-
-def _own_group(
-    all_ranks: Sequence[Sequence[int]], *, rank: int, deadline_s: float
-) -> dist.ProcessGroup:
-    """Make a process group of each of these; returns the one with this rank."""
-    timeout = timedelta(seconds=deadline_s)
-    groups = [dist.new_group(list(ranks), timeout=timeout) for ranks in all_ranks]
-    (own,) = (group for group, ranks in zip(groups, all_ranks, strict=True) if rank in ranks)
-    assert isinstance(own, dist.ProcessGroup)
-    return own

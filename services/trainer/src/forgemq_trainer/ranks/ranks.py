@@ -8,7 +8,7 @@ ends the others too. The fourth (gloo) is used by the ranks' threads that write 
 a step; a wait in it lasts until the slowest has written, and ends if a rank dies.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,8 +21,9 @@ from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.attention.plan import Range
 from forgemq_trainer.core.traffic import RankGrid
 from forgemq_trainer.ranks.commands import Command, decode, encode
+from forgemq_trainer.ranks.rank_group import RankGroup
 from forgemq_trainer.ranks.shard_mesh import ShardMesh
-from forgemq_trainer.ranks.teams import TeamGroups, TeamPeers
+from forgemq_trainer.ranks.teams import TeamGroups
 
 IDLE_MAX = timedelta(days=30)
 """How long other ranks wait for a command of rank 0: longer than any pause of a run. They need no
@@ -158,8 +159,9 @@ class Ranks:
         self._saving = _group(backend="gloo", timeout=IDLE_MAX)
         # Not the default group: FSDP issues its gathers there from other streams, and NCCL may
         # deadlock if the ranks' calls on one group come in different orders.
-        self._exchange = _group(timeout=deadline)
-        self._teams = TeamGroups(rank=launch.rank, everyone=self._exchange, timeout=deadline)
+        everyone = _group(timeout=deadline)
+        self._exchange = RankGroup(launch.rank, launch.world_size, everyone)
+        self._teams = TeamGroups(self._exchange, timeout=deadline)
         self._meshes: dict[int, ShardMesh] = {}
         self.mesh = self.divide(launch.world_size)
 
@@ -174,7 +176,6 @@ class Ranks:
         if shard_ranks not in self._meshes:
             self._meshes[shard_ranks] = ShardMesh(
                 RankGrid(shards=shard_ranks, replicas=self.world_size // shard_ranks),
-                rank=self.rank,
                 device_type=self.device.type,
                 timeout=timedelta(seconds=self.deadline_s),
                 exchange=self._exchange,
@@ -267,26 +268,11 @@ class Ranks:
         dist.gather_object(own, everyones if self.rank == 0 else None, 0, group=group)
         return [item for item in everyones if isinstance(item, bytes)] if self.rank == 0 else []
 
-    def all_gather(self, own: Tensor) -> list[Tensor]:
-        """Gather `own` of every rank, by rank; all have one shape."""
-        own = own.contiguous()
-        everyones = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(everyones, own, group=self._exchange)
-        return everyones
-
-    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        """Sum over the ranks of their `parts[this rank]`; all have one shape."""
-        summed = torch.empty_like(parts[0])
-        dist.reduce_scatter(summed, [part.contiguous() for part in parts], group=self._exchange)
-        return summed
-
     def all_reduce(self, own: Tensor) -> Tensor:
         """Sum of `own` over the ranks."""
-        summed = own.detach().clone()
-        dist.all_reduce(summed, group=self._exchange)
-        return summed
+        return self._exchange.all_reduce(own)
 
-    def team(self, ranks: Range) -> TeamPeers:
+    def team(self, ranks: Range) -> RankGroup:
         """The ranks of a team that this rank is in."""
         return self._teams.team(ranks)
 

@@ -71,7 +71,7 @@ class ShardedHead:
             rows = self._linear.weight.shape[0]
             padded = local.new_zeros((self._rows_each, local.shape[1]), dtype=self._dtype)
             padded[: len(local)] = local
-            whole = torch.cat(self._mesh.all_gather(padded))[:rows]
+            whole = torch.cat(self._mesh.shards.all_gather(padded))[:rows]
             if not self._is_whole_kept:
                 return whole
             self._whole = whole
@@ -104,7 +104,7 @@ class ShardedHead:
             padded.append(part)
         weight = self._linear.weight
         assert isinstance(weight, DTensor)
-        return self._mesh.reduce_scatter(padded)[: len(weight.to_local())]
+        return self._mesh.shards.reduce_scatter(padded)[: len(weight.to_local())]
 
 
 class _Gathered(torch.autograd.Function):

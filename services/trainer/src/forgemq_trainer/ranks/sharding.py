@@ -86,7 +86,7 @@ def shard(
             loaded.policy.shape,
             value_bytes=dtype.itemsize,
             wide_bytes=wide.itemsize,
-            expert_ranks=1 if experts is None else experts.world_size,
+            expert_ranks=1 if experts is None else experts.peers.world_size,
         ),
     )
     return ShardedPolicy(
