@@ -208,5 +208,5 @@ def _peak(ranks: Ranks, share: float) -> tuple[int, int]:
 @pytest.mark.parametrize("share", [0.6, 0.2], ids=["at once", "blocks"])
 def test_the_ranks_of_a_team_hold_what_is_predicted(rank_pair: RankPair, share: float) -> None:
     measured, predicted = zip(*rank_pair.run(_peak, share), strict=True)
-    # Gloo's threads may hold what was handed over for a moment longer: up to 4 % of so small a tree.
+    # Gloo's threads may hold what was handed over a moment longer: up to 4 % of this small tree.
     assert 0.9 * predicted[0] <= max(measured) <= 1.07 * predicted[0]

@@ -1,10 +1,17 @@
-"""How rows are shared out over parts, so that no rank computes too many at once."""
+"""Which experts can be spread, and how rows are shared out over parts."""
+
+from typing import cast
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.spread_experts import parts_of
+from forgemq_trainer.ranks.expert_groups import ExpertGroups, spread_experts
+from tests.unit.trainer.scene import make_model
 
 
 @given(
@@ -32,3 +39,9 @@ def test_parts_have_every_row_once_and_no_rank_receives_more_than_the_most(
             # What this rank receives is what each rank sends to its experts in the same part.
             sent = np.stack([other[number].sent_E[mine] for other in of_rank])
             assert np.array_equal(part.received_XL, sent)
+
+
+def test_experts_of_an_unknown_class_are_refused_by_name() -> None:
+    model = make_model("llama", torch.float32)
+    with pytest.raises(SettingsError, match=r"trainer\.expert_ranks: the experts of Llama"):
+        spread_experts(model, cast(ExpertGroups, None))  # No layer gets that far.

@@ -16,6 +16,7 @@ that. Keys that ranks of a team hand over go from one rank to another.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 
 from forgemq_trainer.core.assignment import Round, plan_rounds
 from forgemq_trainer.core.attention.path_trade import TeamPaths
@@ -159,6 +160,9 @@ def plan_update(
     Raises:
         ValueError: the budget is below the least that a group needs.
     """
+    planned = partial(
+        plan_rounds, forests, shape=shape, world_size=grid.ranks, head_chunk=head_chunk
+    )
     best: UpdatePlan | None = None
     usual: tuple[Round, ...] = ()
     rounds: tuple[Round, ...] = ()
@@ -167,13 +171,7 @@ def plan_update(
         # Rounds that fit what is left of the budget stay as they are: to plan takes seconds.
         if best is None or _most_bytes(rounds) > left_bytes:
             try:
-                rounds = plan_rounds(
-                    forests,
-                    shape=shape,
-                    world_size=grid.ranks,
-                    budget_bytes=left_bytes,
-                    head_chunk=head_chunk,
-                )
+                rounds = planned(budget_bytes=left_bytes)
             except ValueError:
                 if best is None:
                     raise
