@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch_allocation import peak_allocated_bytes
 
 from forgemq_contracts.loss import Loss
 from forgemq_contracts.run import Optimizer
@@ -31,12 +30,14 @@ from forgemq_trainer.core.tree import Forest, read_tree
 from forgemq_trainer.model import load_model, prepare
 from forgemq_trainer.ranks.alone import ALONE
 from forgemq_trainer.ranks.expert_groups import ExpertGroups
+from forgemq_trainer.ranks.rank_group import RankGroup
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.ranks.sharded_updater import ShardedUpdater
 from forgemq_trainer.ranks.sharding import FsdpShards, shard, whole_state
 from forgemq_trainer.storage.checkpoint import checkpoint_at
 from forgemq_trainer.storage.optimizer_state import RANDOM_STATE
 from tests.unit.trainer.rank_life import Life, live, restored
+from tests.unit.trainer.rank_peak import least_peak_bytes, settled
 from tests.unit.trainer.rank_scene import (
     START_DEADLINE_S,
     WORK_DEADLINE_S,
@@ -224,7 +225,8 @@ def _of_rank(ranks: Ranks, case: Case) -> Seen | None:
     model, objective = _model(case), _objective(case)
     groups = ExpertGroups(ranks, expert_ranks=case.expert_ranks)
     groups.peers = peers = CountingPeers(groups.peers)
-    policy = shard(prepare(model), ranks=ranks, dtype=case.dtype, experts=groups).policy
+    sharded = shard(prepare(model), ranks=ranks, dtype=case.dtype, experts=groups)
+    policy = sharded.policy
     forests = list(objective.forests)
     rounds = _rounds(case, forests, policy.shape, ranks.world_size)
     _assert_planned(case, rounds, world=ranks.world_size)
@@ -239,8 +241,8 @@ def _of_rank(ranks: Ranks, case: Case) -> Seen | None:
     planned = _planned_bytes(rounds, policy.shape, world=ranks.world_size)
     # Four times the rows of an even spread travel in parts, which go once more in backward.
     assert sent > planned if _has_parts(case) else sent == planned
-    updater = ShardedUpdater(model, OPTIMIZER, shards=FsdpShards(ranks, dtype=case.dtype))
-    norm = updater.update(lr=1e-2)
+    shards = FsdpShards(ranks, sharded.mesh, dtype=case.dtype)
+    norm = ShardedUpdater(model, OPTIMIZER, shards=shards).update(lr=1e-2)
     weights = whole_state(model, dtype=case.dtype, is_kept=ranks.rank == 0)
     if ranks.rank > 0:
         return None
@@ -320,6 +322,8 @@ def _peak(ranks: Ranks, dtype: torch.dtype, recomputed_layers: int) -> tuple[int
     model = make_model("minimax_m2", torch.float32, **(sizes | wide))
     _prefer_first(model, 8)
     groups = ExpertGroups(ranks, expert_ranks=ranks.world_size)
+    assert isinstance(groups.peers, RankGroup)
+    groups.peers = settled(groups.peers)
     policy = shard(prepare(model), ranks=ranks, dtype=dtype, experts=groups).policy
     samples = agent_samples(
         np.random.default_rng(0), rollouts=10, turns=4, prompt=60, act=20, observe=30, vocabulary=60
@@ -342,7 +346,7 @@ def _peak(ranks: Ranks, dtype: torch.dtype, recomputed_layers: int) -> tuple[int
     predicted = policy.shape.block_bytes(
         forest.token_count, chunk=CHUNK, is_carried=False, recomputed_layers=recomputed_layers
     )
-    return peak_allocated_bytes(run), predicted
+    return least_peak_bytes(run), predicted
 
 
 @pytest.mark.parametrize(
@@ -353,7 +357,7 @@ def test_the_rank_to_which_all_tokens_travel_holds_the_predicted_bytes(
 ) -> None:
     """Torch counts this tiny model's gathered parameters too, 2 % of the bytes."""
     first, second = rank_pair.run(_peak, dtype, recomputed_layers)
-    assert first[0] == pytest.approx(first[1], rel=0.05)
+    assert first[0] == pytest.approx(first[1], rel=0.03)
     assert second[0] < 0.6 * second[1]
 
 
@@ -379,11 +383,8 @@ def test_a_checkpoint_continues_from_its_bytes_on_other_numbers_of_expert_ranks(
         save_base(life.folder / "base", kind="qwen3_moe")
     live(ALONE, changing)
     expected = live(ALONE, dataclasses.replace(alone, steps=(0, 1, 2, 3)))
-    for step, processes, expert_ranks in (
-        (1, rank_pair, 2),
-        (2, four_ranks, 2),
-        (3, four_ranks, 4),
-    ):
+    more = (1, rank_pair, 2), (2, four_ranks, 2), (3, four_ranks, 4)
+    for step, processes, expert_ranks in more:
         life = dataclasses.replace(changing, steps=(step,), expert_ranks=expert_ranks)
         weights, state = _stored(life, step - 1)
         (version, found_state), *_ = processes.run(restored, life)

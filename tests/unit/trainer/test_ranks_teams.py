@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch_allocation import peak_allocated_bytes
 
 from forgemq_contracts.loss import Loss, SequenceMask
 from forgemq_trainer.core.assignment import Round
@@ -36,6 +35,7 @@ from forgemq_trainer.core.tree import Floats, Forest, read_tree
 from forgemq_trainer.model import prepare
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.ranks.sharding import shard
+from tests.unit.trainer.rank_peak import least_peak_bytes, settled
 from tests.unit.trainer.rank_scene import (
     START_DEADLINE_S,
     WORK_DEADLINE_S,
@@ -198,15 +198,14 @@ def _peak(ranks: Ranks, share: float) -> tuple[int, int]:
 
     def run() -> None:
         forward_backward_together(
-            policy, _objective([forest]), team, peers=ranks.team((0, 2)), head_chunk=32
+            policy, _objective([forest]), team, peers=settled(ranks.team((0, 2))), head_chunk=32
         )
 
     run()  # Makes the parameters' gradients.
-    return peak_allocated_bytes(run), team.predicted_bytes
+    return least_peak_bytes(run), team.predicted_bytes
 
 
 @pytest.mark.parametrize("share", [0.6, 0.2], ids=["at once", "blocks"])
 def test_the_ranks_of_a_team_hold_what_is_predicted(rank_pair: RankPair, share: float) -> None:
     measured, predicted = zip(*rank_pair.run(_peak, share), strict=True)
-    # Gloo's threads may hold what was handed over a moment longer: up to 4 % of this small tree.
-    assert 0.9 * predicted[0] <= max(measured) <= 1.07 * predicted[0]
+    assert 0.9 * predicted[0] <= max(measured) <= 1.01 * predicted[0]

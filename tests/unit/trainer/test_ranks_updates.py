@@ -23,6 +23,7 @@ from forgemq_trainer.core.traffic import Kept, passes_of
 from forgemq_trainer.core.tree import Floats, Forest, read_tree
 from forgemq_trainer.model import LoadedModel, prepare
 from forgemq_trainer.ranks.ranks import Ranks
+from forgemq_trainer.ranks.shard_mesh import ShardMesh
 from forgemq_trainer.ranks.sharded_updater import ShardedUpdater
 from forgemq_trainer.ranks.sharding import FsdpShards, shard, whole_state
 from forgemq_trainer.step_updates import StepUpdates, TakenUpdates, TrainedModel
@@ -49,13 +50,15 @@ CHUNK = 8
 class RankModel:
     """One rank's shard of a tiny model in float64, as `StepUpdates` uses it."""
 
-    def __init__(self, ranks: Ranks, whole: LoadedModel, *, is_shared: bool) -> None:
-        """Keep a shard of the model, which is the same on every rank, as the ranks are divided."""
+    def __init__(
+        self, ranks: Ranks, whole: LoadedModel, *, is_shared: bool, mesh: ShardMesh | None = None
+    ) -> None:
+        """Keep a shard of the model, which is the same on every rank; None shares it among all."""
         self._ranks, self._is_shared = ranks, is_shared
-        loaded = shard(whole, ranks=ranks, dtype=torch.float64)
+        loaded = shard(whole, ranks=ranks, mesh=mesh, dtype=torch.float64)
         self.idle_share = 0.0
         self.module, self.policy, self._gathering = loaded.model, loaded.policy, loaded.gathering
-        shards = FsdpShards(ranks, dtype=torch.float64)
+        shards = FsdpShards(ranks, loaded.mesh, dtype=torch.float64)
         self.updater = ShardedUpdater(self.module, OPTIMIZER, shards=shards)
 
     def _rounds(self, forests: Sequence[Forest]) -> tuple[Round, ...]:
@@ -116,12 +119,10 @@ def of_rank(
     ranks: Ranks, configuration: RunConfiguration, is_shared: bool, shards: int
 ) -> tuple[TakenUpdates, dict[str, torch.Tensor]]:
     """What the ranks did, and whole weights after it, of this rank's replica."""
-    ranks.divide(shards)
     whole = prepare(make_model("qwen3", torch.float64))
-    model = RankModel(ranks, whole, is_shared=is_shared)
+    model = RankModel(ranks, whole, is_shared=is_shared, mesh=ranks.mesh(shards))
     taken = begun(model, configuration).take(lr=OPTIMIZER.lr)
     state = whole_state(model.module, dtype=torch.float64, is_kept=True)
-    ranks.divide(ranks.world_size)
     return taken, {name: tensor.clone() for name, tensor in state.items()}
 
 

@@ -4,8 +4,7 @@ Whatever they keep gathered between passes, and with a reference that is in shar
 send is counted, and is what the formula says.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -160,48 +159,40 @@ def _rounds(case: Case, forests: Sequence[Forest], shape: ModelShape) -> tuple[R
     return rounds
 
 
-@contextmanager
-def _divided(ranks: Ranks, shards: int) -> Iterator[None]:
-    """The ranks are those of other tests too."""
-    ranks.divide(shards)
-    yield
-    ranks.divide(ranks.world_size)
-
-
 def _of_rank(ranks: Ranks, case: Case) -> dict[str, Seen]:
     """The same update with everything that may be kept, and a reading of the reference."""
-    with _divided(ranks, case.shards):
-        forests = _forests(case)
-        sharded = shard(_loaded(case), ranks=ranks, dtype=torch.float64)
-        model, shape, grid = sharded.model, sharded.policy.shape, ranks.mesh.grid
-        values = gathered_values(model, shards=case.shards)
-        rounds = _rounds(case, forests, shape)
-        sizes: Any = {"shape": shape, "values": values, "grid": grid, "rank": ranks.rank}
-        seen = {}
-        if case.has_reference:
-            reference = shard(_reference(case), ranks=ranks, dtype=torch.float64)
-            for kept in Kept:
-                with _Sent() as sent, reference.gathering.reading(kept):
-                    read = read_rounds(
-                        reference.policy, routeless(forests), rounds, peers=ranks, head_chunk=CHUNK
-                    )
-                of_it = sizes | {"values": gathered_values(reference.model, shards=case.shards)}
-                expected = reading_traffic(rounds, forests, kept=kept, **of_it).total
-                seen[f"read, kept {kept.name}"] = Seen({}, (sent.sent_bytes, expected))
-            forests = filled(forests, read)
+    forests = _forests(case)
+    mesh = ranks.mesh(case.shards)
+    sharded = shard(_loaded(case), ranks=ranks, mesh=mesh, dtype=torch.float64)
+    model, shape, grid = sharded.model, sharded.policy.shape, mesh.grid
+    values = gathered_values(model, shards=case.shards)
+    rounds = _rounds(case, forests, shape)
+    sizes: Any = {"shape": shape, "values": values, "grid": grid, "rank": ranks.rank}
+    seen = {}
+    if case.has_reference:
+        reference = shard(_reference(case), ranks=ranks, mesh=mesh, dtype=torch.float64)
         for kept in Kept:
-            backwards = passes_of(rounds).backwards
-            with _Sent() as sent, sharded.gathering.update(kept, backwards=backwards):
-                forward_backward_rounds(
-                    sharded.policy,
-                    _objective(case, forests),
-                    rounds,
-                    peers=ranks,
-                    head_chunk=CHUNK,
+            with _Sent() as sent, reference.gathering.reading(kept):
+                read = read_rounds(
+                    reference.policy, routeless(forests), rounds, peers=ranks, head_chunk=CHUNK
                 )
-            expected = update_traffic(rounds, forests, kept=kept, **sizes).total
-            seen[kept.name] = Seen(_taken(model), (sent.sent_bytes, expected))
-        return seen
+            of_it = sizes | {"values": gathered_values(reference.model, shards=case.shards)}
+            expected = reading_traffic(rounds, forests, kept=kept, **of_it).total
+            seen[f"read, kept {kept.name}"] = Seen({}, (sent.sent_bytes, expected))
+        forests = filled(forests, read)
+    for kept in Kept:
+        backwards = passes_of(rounds).backwards
+        with _Sent() as sent, sharded.gathering.update(kept, backwards=backwards):
+            forward_backward_rounds(
+                sharded.policy,
+                _objective(case, forests),
+                rounds,
+                peers=ranks,
+                head_chunk=CHUNK,
+            )
+        expected = update_traffic(rounds, forests, kept=kept, **sizes).total
+        seen[kept.name] = Seen(_taken(model), (sent.sent_bytes, expected))
+    return seen
 
 
 def _taken(model: nn.Module) -> Gradients:

@@ -163,15 +163,12 @@ class Ranks:
         self._exchange = RankGroup(launch.rank, launch.world_size, everyone)
         self._teams = TeamGroups(self._exchange, timeout=deadline)
         self._meshes: dict[int, ShardMesh] = {}
-        self.mesh = self.divide(launch.world_size)
 
-    def divide(self, shard_ranks: int) -> ShardMesh:
-        """From now on let so many ranks hold the model once; collective.
-
-        Before the first call all ranks do.
+    def mesh(self, shard_ranks: int) -> ShardMesh:
+        """Divide the ranks into replicas of the model; collective.
 
         Args:
-            shard_ranks: Divides the number of ranks.
+            shard_ranks: That hold the model once; divides the number of ranks.
         """
         if shard_ranks not in self._meshes:
             self._meshes[shard_ranks] = ShardMesh(
@@ -180,8 +177,7 @@ class Ranks:
                 timeout=timedelta(seconds=self.deadline_s),
                 exchange=self._exchange,
             )
-        self.mesh = self._meshes[shard_ranks]
-        return self.mesh
+        return self._meshes[shard_ranks]
 
     @property
     def rank(self) -> int:

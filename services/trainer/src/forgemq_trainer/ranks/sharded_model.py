@@ -23,7 +23,7 @@ from forgemq_trainer.core.step import EntryValues, Objective, merged
 from forgemq_trainer.core.traffic import Kept, UpdatePlan, passes_of, plan_update
 from forgemq_trainer.core.tree import Floats, Forest
 from forgemq_trainer.loading import fill, fill_adapters
-from forgemq_trainer.model import DTYPES, load_empty, with_adapters
+from forgemq_trainer.model import DTYPES, LoadedModel, load_empty, with_adapters
 from forgemq_trainer.model_sizes import gathered_values
 from forgemq_trainer.ranks.expert_groups import expert_groups
 from forgemq_trainer.ranks.part_saving import PartSaving
@@ -60,16 +60,15 @@ class ShardedModel:
         self._trainer = configuration.trainer
         self._lora = configuration.lora
         self._dtype = DTYPES[configuration.model.dtype]
-        ranks.divide(shard_ranks_of(configuration.trainer))
         self._sharded = _load_shard(configuration, checkpoint, ranks=ranks, device=device)
         self.module, self.policy = self._sharded.model, self._sharded.policy
         self._values = gathered_values(
             self.module,
-            shards=ranks.mesh.grid.shards,
+            shards=self._sharded.mesh.grid.shards,
             expert_ranks=configuration.trainer.expert_ranks,
         )
         self._reference = _load_reference(configuration, ranks=ranks, device=device)
-        shards = FsdpShards(ranks, dtype=self._dtype)
+        shards = FsdpShards(ranks, self._sharded.mesh, dtype=self._dtype)
         self.updater = ShardedUpdater(self.module, configuration.optimizer, shards=shards)
         self._random_state = torch.empty(0)
         self._saving = PartSaving(ranks, self._parts)
@@ -128,7 +127,7 @@ class ShardedModel:
             forests,
             shape=self.policy.shape,
             values=self._values,
-            grid=self._ranks.mesh.grid,
+            grid=self._sharded.mesh.grid,
             budget_bytes=self._trainer.memory_budget_bytes,
             head_chunk=self._trainer.head_chunk_tokens,
         )
@@ -170,7 +169,7 @@ class ShardedModel:
 
     def whole_version(self) -> WholeVersion:
         """What is saved of the weights, in host memory of rank 0; empty on the others."""
-        if self._ranks.mesh.replica > 0:
+        if self._sharded.mesh.replica > 0:
             return WholeVersion()
         is_kept = self._ranks.rank == 0
         if self._lora is None:
@@ -199,8 +198,7 @@ def _load_shard(
         folder = Path(model.path)
         empty = load_empty(folder, dtype=model.dtype, device=device)
         empty = with_adapters(empty, lora, dtype=torch.float32)
-    experts = expert_groups(empty.model.config, configuration.trainer, ranks=ranks)
-    loaded = shard(empty, ranks=ranks, dtype=DTYPES[model.dtype], experts=experts)
+    loaded = _shard(empty, configuration, ranks=ranks)
     fill(loaded.model, folder)
     if lora is not None:
         adapter = None if checkpoint is None else checkpoint.adapter_folder
@@ -218,7 +216,17 @@ def _load_reference(
     empty = load_empty(folder, dtype=dtype, device=device)
     # Without gradients there are no masters, and autograd saves no activations.
     empty.model.requires_grad_(requires_grad=False)
-    experts = expert_groups(empty.model.config, configuration.trainer, ranks=ranks)
-    sharded = shard(empty, ranks=ranks, dtype=DTYPES[dtype], experts=experts)
+    sharded = _shard(empty, configuration, ranks=ranks)
     fill(sharded.model, folder)
     return sharded
+
+
+def _shard(empty: LoadedModel, configuration: RunConfiguration, *, ranks: Ranks) -> ShardedPolicy:
+    """Give this rank its shard of a model on the meta device, as the configuration divides it."""
+    return shard(
+        empty,
+        ranks=ranks,
+        dtype=DTYPES[configuration.model.dtype],
+        mesh=ranks.mesh(shard_ranks_of(configuration.trainer)),
+        experts=expert_groups(empty.model.config, configuration.trainer, ranks=ranks),
+    )

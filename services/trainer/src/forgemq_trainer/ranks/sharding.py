@@ -21,6 +21,7 @@ from forgemq_trainer.model import LoadedModel
 from forgemq_trainer.ranks.expert_groups import ExpertGroups, spread_experts
 from forgemq_trainer.ranks.gathering import Gathering
 from forgemq_trainer.ranks.ranks import Ranks
+from forgemq_trainer.ranks.shard_mesh import ShardMesh
 from forgemq_trainer.ranks.sharded_head import ShardedHead
 
 
@@ -30,9 +31,11 @@ class ShardedPolicy(LoadedModel):
 
     Attributes:
         gathering: Says what passes over the model keep for one another.
+        mesh: The ranks that hold it.
     """
 
     gathering: Gathering
+    mesh: ShardMesh
 
 
 def shard(
@@ -40,6 +43,7 @@ def shard(
     *,
     ranks: Ranks,
     dtype: torch.dtype,
+    mesh: ShardMesh | None = None,
     experts: ExpertGroups | None = None,
 ) -> ShardedPolicy:
     """Spread the model's parameters over the ranks, in place.
@@ -48,11 +52,13 @@ def shard(
         loaded: The same on every rank, with parameters at least as wide as fp32; frozen ones may
             be of `dtype`. On the meta device they get memory for this rank's part here, which is
             not filled.
-        ranks: All of them, divided as they are to hold the model.
+        ranks: All of them.
         dtype: That the model computes in.
+        mesh: How the ranks are divided into replicas; None makes one replica of all.
         experts: Groups of ranks between which tokens travel to their experts; None gathers experts
             like other parameters.
     """
+    mesh = ranks.mesh(ranks.world_size) if mesh is None else mesh
     model, decoder = loaded.model, loaded.policy.decoder
     head: Any = model.get_output_embeddings()  # type: ignore[operator]  # transformers' method
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]  # transformers' method
@@ -60,18 +66,14 @@ def shard(
     is_empty = head.weight.is_meta
     hidden = head.weight.shape[1]
     wide = torch.promote_types(dtype, torch.float32)
-    precision = MixedPrecisionPolicy(
-        param_dtype=None if all(p.dtype == dtype for p in model.parameters()) else dtype,
-        reduce_dtype=wide,
-        cast_forward_inputs=False,  # Cosines and sines stay in fp32.
-    )
+    precision = _precision(model, dtype, wide=wide)
     if experts is not None:
         _shard_experts(model, experts, precision)
     layers: Any = decoder.layers
     for part in (*layers, decoder):
-        fully_shard(part, mesh=ranks.mesh.device_mesh, mp_policy=precision)
+        fully_shard(part, mesh=mesh.device_mesh, mp_policy=precision)
     _sum_gradients(decoder)
-    sharded_head = None if is_tied else ShardedHead(head, ranks.mesh, dtype=dtype)
+    sharded_head = None if is_tied else ShardedHead(head, mesh, dtype=dtype)
     if is_empty:
         allocate(model, device=ranks.device)
     if is_tied:
@@ -90,7 +92,19 @@ def shard(
         ),
     )
     return ShardedPolicy(
-        model=model, policy=policy, gathering=Gathering(decoder, sharded_head, ranks.mesh)
+        model=model,
+        policy=policy,
+        gathering=Gathering(decoder, sharded_head, mesh),
+        mesh=mesh,
+    )
+
+
+def _precision(model: nn.Module, dtype: torch.dtype, *, wide: torch.dtype) -> MixedPrecisionPolicy:
+    """Gather parameters in the dtype of the computation, and sum gradients in a wide one."""
+    return MixedPrecisionPolicy(
+        param_dtype=None if all(p.dtype == dtype for p in model.parameters()) else dtype,
+        reduce_dtype=wide,
+        cast_forward_inputs=False,  # Cosines and sines stay in fp32.
     )
 
 
@@ -153,11 +167,11 @@ def whole_factors(model: nn.Module, *, dtype: torch.dtype, is_kept: bool) -> dic
 class FsdpShards:
     """Shards of tensors that are laid out as FSDP2 spread the model's parameters."""
 
-    def __init__(self, ranks: Ranks, *, dtype: torch.dtype) -> None:
+    def __init__(self, ranks: Ranks, mesh: ShardMesh, *, dtype: torch.dtype) -> None:
         self._ranks = ranks
         self.are_masters = dtype not in (torch.float32, torch.float64)
-        self.is_first = ranks.mesh.shard == 0
-        self.replica, self.replicas = ranks.mesh.replica, ranks.mesh.grid.replicas
+        self.is_first = mesh.shard == 0
+        self.replica, self.replicas = mesh.replica, mesh.grid.replicas
 
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's part of a sharded parameter or gradient; shares its memory."""
@@ -172,6 +186,4 @@ class FsdpShards:
         Only one replica's shards count. Each replica's own sum may be made in another order, and
         replicas must not differ in a bit.
         """
-        return self._ranks.all_reduce(
-            own if self._ranks.mesh.replica == 0 else torch.zeros_like(own)
-        )
+        return self._ranks.all_reduce(own if self.replica == 0 else torch.zeros_like(own))
