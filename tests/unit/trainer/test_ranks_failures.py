@@ -144,7 +144,9 @@ def mortal_pair() -> Iterator[RankPair]:
 def _hang(ranks: Ranks) -> str:
     """Rank 1 stays away until rank 0 has given it up."""
     # The test uses one of the step's groups; the sharded parameters' group has the same deadline.
-    parameters = ranks.mesh.device_mesh.get_group()._get_backend(torch.device("cpu"))
+    parameters = (
+        ranks.mesh(ranks.world_size).device_mesh.get_group()._get_backend(torch.device("cpu"))
+    )
     assert parameters.options._timeout == timedelta(seconds=DEADLINE_S)
     if ranks.rank == 1:
         signal.sigtimedwait([signal.SIGUSR1], DEADLINE_S + 1)
