@@ -100,6 +100,7 @@ def third_party(names: set[str] | frozenset[str]) -> set[str]:
     return {name for name in names if not name.startswith("forgemq")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", PACKAGES, ids=lambda path: path.name)
 def test_a_package_declares_what_it_imports_and_imports_what_it_declares(folder: Path):
     own = project(folder)["project"]["name"]
@@ -121,6 +122,7 @@ def test_nothing_in_a_group_is_unused(group: str):
     assert names - used - NOT_IMPORTED.keys() == set()
 
 
+@pytest.mark.slow
 def test_tests_load_tests_and_the_demo_import_only_what_the_root_lists():
     listed = {normal(name) for name in project(ROOT)["project"]["dependencies"]}
     for group in project(ROOT)["dependency-groups"].values():

@@ -38,6 +38,7 @@ TILT = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
 def test_every_manifest_is_valid_against_the_api_schema(overlay: Path):
     own = custom_schemas()

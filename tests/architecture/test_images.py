@@ -26,6 +26,7 @@ def load_script(name: str):
     return module
 
 
+@pytest.mark.slow
 def test_every_image_holds_what_its_package_needs_and_nothing_else():
     """`make lock` writes this file; a package that gains a dependency gains it in its image."""
     assert load_script("lock").all_contents() == (IMAGES / "contents.toml").read_text()

@@ -63,6 +63,7 @@ def import_all(python: Path | str, services: Sequence[str], *, timeout_s: float)
     return done.stdout.split()[1:]
 
 
+@pytest.mark.slow
 def test_light_services_import_without_torch_and_without_an_exporters_sdk():
     """All in one process: what any of them loads is seen, and what they share is loaded once."""
     imported = import_all(sys.executable, LIGHT, timeout_s=60)

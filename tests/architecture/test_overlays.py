@@ -51,6 +51,7 @@ def kustomization(old: str, new: str) -> dict[str, str]:
     return {"kustomization.yaml": text.replace(old, new)}
 
 
+@pytest.mark.slow
 def test_a_change_rolls_exactly_what_reads_it():
     own = set(pods(LOCAL)) - {"kafka"}
     run_file = (LOCAL / "run.toml").read_text().replace("steps = 40", "steps = 41")

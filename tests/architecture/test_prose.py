@@ -118,6 +118,7 @@ def idioms_in(text: str) -> list[tuple[str, str, str]]:
     return [each for each in possible if re.search(each[1], text)]
 
 
+@pytest.mark.slow
 def test_prose_is_plain_english():
     paths = {*SOURCES, *DOCUMENTS, *SETTINGS_AND_PAGES} - {Path(__file__)}  # It quotes them.
     assert problems_by_file(sorted(paths), phrases_to_avoid) == {}

@@ -71,6 +71,7 @@ def problems_of_shape(path: Path) -> list[str]:
     return problems
 
 
+@pytest.mark.slow
 def test_a_file_is_named_for_its_content_and_short():
     assert problems_by_file(SOURCES, problems_of_shape) == {}
 
@@ -91,6 +92,7 @@ def broken_house_rules(path: Path) -> list[str]:
     return problems
 
 
+@pytest.mark.slow
 def test_shipped_code_keeps_the_house_rules():
     assert problems_by_file(SHIPPED, broken_house_rules) == {}
 

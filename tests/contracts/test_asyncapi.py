@@ -26,6 +26,7 @@ def test_the_document_is_valid(validator: Draft7Validator):
     assert [error.message for error in validator.iter_errors(document(version="1.0.0"))] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("misspelt", ["adress", "mesages"])
 def test_a_misspelt_key_is_found(validator: Draft7Validator, misspelt: str):
     broken = copy.deepcopy(document(version="1.0.0"))

@@ -6,16 +6,11 @@ from tests.simulation.cases import CASES
 from tests.simulation.harness import CRASH_POINTS, Crashes, published
 
 SEEDS_A_TEST = 25
-# The fast suite runs a few of the seeds; the full one all of them.
-FIRST_SEEDS = [
-    pytest.param(first, marks=[pytest.mark.slow] if first else [])
-    for first in range(0, 100, SEEDS_A_TEST)
-]
+
+pytestmark = [pytest.mark.simulation, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-@pytest.mark.simulation
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("first_seed", FIRST_SEEDS)
+@pytest.mark.parametrize("first_seed", range(0, 100, SEEDS_A_TEST))
 @pytest.mark.parametrize("make_case", CASES, ids=lambda make: make.__name__)
 async def test_crashes_never_change_what_was_published(make_case, first_seed):
     case = make_case()

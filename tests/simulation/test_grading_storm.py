@@ -6,10 +6,10 @@ from tests.simulation.storm.grading import run_grading_seed
 
 SEEDS_A_TEST = 60
 
-pytestmark = pytest.mark.simulation
+pytestmark = [pytest.mark.simulation, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("first_seed", [0, pytest.param(SEEDS_A_TEST, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first_seed", [0, SEEDS_A_TEST])
 def test_a_storm_leaves_no_episode_without_a_grade(first_seed):
     outcomes = [run_grading_seed(seed) for seed in range(first_seed, first_seed + SEEDS_A_TEST)]
     assert sum(outcome.deaths for outcome in outcomes) > SEEDS_A_TEST

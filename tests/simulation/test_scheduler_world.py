@@ -169,6 +169,7 @@ def staged_shape_of(seed: int) -> RunConfiguration:
     return configuration
 
 
+@pytest.mark.slow
 @pytest.mark.simulation
 @pytest.mark.parametrize("seed", SEEDS)
 def test_stages_are_mixed_exactly_and_no_token_passes_the_bound(seed: int) -> None:
@@ -181,6 +182,7 @@ def test_stages_are_mixed_exactly_and_no_token_passes_the_bound(seed: int) -> No
         assert step.stage == stage_at(world.configuration.stages, step.step)
 
 
+@pytest.mark.slow
 @pytest.mark.simulation
 @pytest.mark.parametrize("seed", SEEDS)
 def test_stages_are_mixed_exactly_while_the_trainer_restarts(seed: int) -> None:

@@ -120,6 +120,7 @@ async def test_an_ended_episode_samples_nothing(caller: Caller):
     assert (before.status_code, after.status_code) == (200, 409)
 
 
+@pytest.mark.slow
 @pytest.mark.wall_clock
 async def test_a_lapsed_lease_opens_the_next_attempt_and_the_last_one_fails(hasty: Caller):
     group_id = await hasty.admitted_group(group_size=1)

@@ -224,6 +224,7 @@ async def test_an_end_that_cannot_be_reported_masks_the_episode(memory_gateway, 
     assert gateway.groups["g-count-0"].ended == {0: AbortRequest(detail=detail)}
 
 
+@pytest.mark.slow
 @pytest.mark.wall_clock
 async def test_a_long_episode_keeps_its_lease_by_heartbeats(memory_gateway):
     gateway = await memory_gateway(groups_to_train=1, slots=1, group_size=1)

@@ -150,6 +150,7 @@ async def test_a_result_that_is_not_json_masks_the_episode(episode):
         await python("open({!r}, 'w').write('{')".replace("{!r}", "'{result_file}'"))(episode)
 
 
+@pytest.mark.slow
 async def test_a_program_that_takes_too_long_is_stopped_with_its_children(episode, tmp_path):
     program = (
         "import subprocess, sys, time\n"

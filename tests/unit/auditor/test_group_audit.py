@@ -156,6 +156,7 @@ async def blob_of(log: Log, place: Place, offset: int) -> tuple[str, str]:
     return minute, name
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 40), max_size=6), st.randoms(use_true_random=False))
 async def test_wherever_it_is_killed_each_group_is_audited_once_and_none_loses_a_record(

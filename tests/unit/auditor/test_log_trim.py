@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -143,6 +144,7 @@ async def trimmed_for_a_while(log: Log, run: RunConfiguration, tmp_path: Path) -
     return [json.loads(line) for line in lines.getvalue().splitlines()]
 
 
+@pytest.mark.slow
 async def test_a_run_kept_for_replay_keeps_everything(tmp_path: Path):
     log = await filled(records=9)
     place = Place(topics.MERGER_JOURNAL.name, 1)

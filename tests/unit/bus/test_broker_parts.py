@@ -45,6 +45,7 @@ def test_a_folder_keeps_its_ports(tmp_path: Path) -> None:
     assert folder_ports(file) == ports
 
 
+@pytest.mark.slow
 def test_a_port_of_the_folder_that_another_process_took_is_named(tmp_path: Path) -> None:
     file = tmp_path / "ports.json"
     broker_port, _ = folder_ports(file)

@@ -86,6 +86,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
 }
 
 
+@pytest.mark.slow
 async def test_without_the_key_nothing_but_health_is_answered() -> None:
     async with console(keys_of(ConsoleSettings(key=KEY))) as http:
         asked = [(path, REFUSED["nothing"]) for path in PATHS]
@@ -122,6 +123,7 @@ async def test_the_page_and_its_key_go_over_tls_with_a_certificate(tmp_path: Pat
                 await distrusting.get(http.base_url)
 
 
+@pytest.mark.slow
 async def test_a_reader_with_the_key_can_change_nothing() -> None:
     async with console(keys_of(ConsoleSettings(key=KEY))) as http:
         for method in ("POST", "PUT", "PATCH", "DELETE"):

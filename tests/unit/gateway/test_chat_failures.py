@@ -84,6 +84,7 @@ async def broken(asked: Asked) -> str:
     raise FailAttempt("engine: broken")
 
 
+@pytest.mark.slow
 async def test_an_engine_that_always_fails_is_a_server_error_and_then_left_alone(
     model: Path,
 ) -> None:
@@ -149,6 +150,7 @@ async def test_a_lane_behind_the_version_of_a_groups_admission_gets_none_of_its_
     assert [len(lane.seen) for lane in lanes] == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.wall_clock
 async def test_a_dead_lanes_requests_go_to_another_with_all_their_tokens(model: Path) -> None:
     hold = asyncio.Event()

@@ -32,6 +32,7 @@ def texts(answer: Any) -> list[str]:
     return [choice.message.content for choice in answer.choices]
 
 
+@pytest.mark.slow
 async def test_each_choice_is_a_completion_with_its_id_and_one_context(model: Path) -> None:
     async with talk(model, numbered()) as agent:
         answer = await ask(agent, HELLO, n=3)
@@ -93,6 +94,7 @@ async def test_a_stream_has_every_choice_under_its_index(model: Path) -> None:
     assert logged == [0, 1]
 
 
+@pytest.mark.slow
 async def test_a_retry_gets_the_same_choices_and_a_repetition_others(model: Path) -> None:
     """One choice fails for good; the retry keeps the one that was sampled and asks for the rest."""
     failures = itertools.count()

@@ -104,6 +104,7 @@ async def test_a_request_that_is_not_complete_in_time_is_closed_with_408(sent: b
     assert b"HTTP/1.1 408 Request Timeout" in said
 
 
+@pytest.mark.slow
 async def test_many_late_requests_are_ended_a_few_at_a_time() -> None:
     server = http_server(application, half_sent=HeldBytes())
     http: Any = server.config.http

@@ -160,6 +160,7 @@ def test_messages_are_served_counted_or_refused_and_the_next_is_served(
     assert following.json()["content"] == [{"type": "text", "text": "yes"}]
 
 
+@pytest.mark.slow
 @FUZZ
 @given(body=bodies(SOUND_RESPONSE), path=st.sampled_from(["", "/input_tokens"]))
 def test_a_response_is_made_counted_or_refused_and_the_next_is_served(

@@ -38,6 +38,7 @@ def read_messages(messages: list[Any]) -> Request:
     return PROTOCOL_OF["/v1/messages"].read(json.dumps({"messages": messages}).encode(), History())
 
 
+@pytest.mark.slow
 def test_modules_are_left_out_of_collections_and_threads_switch_within_a_millisecond() -> None:
     before_s, collected_after = sys.getswitchinterval(), gc.get_threshold()
     gc.unfreeze()  # The test session's own modules, which are left frozen afterwards.

@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from forgemq_bus.log import Emit
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
@@ -77,6 +79,7 @@ def asked(url: str, path: str, body: object) -> "asyncio.Task[Any]":
     return create_task(ask())
 
 
+@pytest.mark.slow
 async def test_an_end_on_its_way_at_the_old_owner_counts_over_nothing_that_the_new_one_answers(
     model: Path,
 ) -> None:
@@ -122,6 +125,7 @@ async def test_a_reward_on_its_way_at_the_old_owner_replaces_none_that_the_new_o
     assert [sorted(r.reward_id for r in each.rewards) for each in found] == [["new", "old"]]
 
 
+@pytest.mark.slow
 async def test_a_claim_on_its_way_at_the_old_owner_is_given_to_nobody_else(model: Path) -> None:
     async with one_gateway(model) as (world, writes):
         first = world.base_url

@@ -333,6 +333,7 @@ async def test_nothing_of_a_request_is_read_for_an_owner_that_is_not_there() -> 
         assert (read, await forwarder.is_gone(owner.url)) == ([], True)
 
 
+@pytest.mark.slow
 async def test_an_owner_that_says_nothing_is_not_gone() -> None:
     async def serve(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
         await reader.read()

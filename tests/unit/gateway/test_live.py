@@ -208,6 +208,7 @@ async def test_a_session_is_one_episode_whatever_its_messages(model: Path) -> No
     assert (bad.status_code, bad.json()["error"]["param"]) == (400, SESSION_HEADER)
 
 
+@pytest.mark.slow
 @pytest.mark.wall_clock
 async def test_an_episode_ends_when_it_is_idle_also_after_a_restart(model: Path) -> None:
     policy = msgspec.structs.replace(LIVE, idle_s=0.5)

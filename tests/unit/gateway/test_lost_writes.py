@@ -79,6 +79,7 @@ async def test_a_turn_that_the_log_does_not_take_is_503_and_its_repetition_is_an
     assert [record.attempt for record in sent] == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_an_answer_whose_delivery_the_log_does_not_take_is_503_and_its_repetition_is_given_it(
     model: Path, is_stream: bool

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -222,6 +223,7 @@ class Overlapping:
     retired: frozenset[str] = frozenset()
 
 
+@pytest.mark.slow
 @given(STEPS)
 def test_no_gateway_commits_beyond_what_another_one_needs(
     steps: Sequence[tuple[str, int, int]],

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.partitions import group_id, group_partition
@@ -214,6 +216,7 @@ async def tried(world: World, group: str) -> Any:
     return answer.json() if answer.status_code == 200 else None
 
 
+@pytest.mark.slow
 async def test_only_one_gateway_ends_what_time_alone_ends(model: Path) -> None:
     configuration = configuration_of(model, lease_s=1.0)
     async with running(store(), configuration, lambda _: "yes") as (world, _):

@@ -109,6 +109,7 @@ async def first_turn(world: World, lane: ScriptedLane) -> Any:
     return claim
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stays", [True, False])
 async def test_a_gateway_that_goes_on_begins_no_turn_of_a_group_that_another_one_owns(
     model: Path, *, stays: bool
@@ -141,6 +142,7 @@ async def test_a_gateway_that_goes_on_begins_no_turn_of_a_group_that_another_one
     assert in_the_end == (2 if stays else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", ["for the rest of its body", "for a place"])
 async def test_a_request_that_came_before_a_standstill_begins_no_turn_of_what_another_one_owns(
     model: Path, *, waits: str

@@ -139,6 +139,7 @@ async def test_output_without_end_is_cut_at_the_limit():
         assert getattr(execution, stream) == b"x" * LIMITS.output_bytes
 
 
+@pytest.mark.slow
 async def test_a_program_that_sleeps_is_killed_at_its_time():
     began_s = time.monotonic()
     assert (await run("import time\ntime.sleep(1000)", time_s=1)).ended == "time"

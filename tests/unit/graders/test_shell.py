@@ -74,6 +74,7 @@ async def test_what_a_command_leaves_running_is_killed_before_the_next_one() -> 
         assert words(await opened.run("echo next")) == ("exit", 0, "next\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "ended"),
     [
@@ -93,6 +94,7 @@ async def test_a_command_at_a_limit_ends_alone(command: str, ended: str) -> None
         assert words(await opened.run("cat a")) == ("exit", 0, "kept\n")
 
 
+@pytest.mark.slow
 async def test_a_fork_bomb_ends_at_its_limits_and_the_next_command_runs() -> None:
     async with shell(time_s=1) as opened:
         bomb = f"b() {{ b | b & }}; b; : {MARK}; sleep 60"
@@ -103,6 +105,7 @@ async def test_a_fork_bomb_ends_at_its_limits_and_the_next_command_runs() -> Non
         assert words(await opened.run("echo alive")) == ("exit", 0, "alive\n")
 
 
+@pytest.mark.slow
 async def test_a_command_that_kills_whatever_it_can_ends_alone() -> None:
     async with shell() as opened:
         for signal in ("INT", "TERM", "STOP", "KILL", "HUP", "USR1"):
@@ -147,6 +150,7 @@ async def test_a_command_that_is_too_long_is_said_to_be_and_the_next_one_runs() 
         assert words(await opened.run("echo alive")) == ("exit", 0, "alive\n")
 
 
+@pytest.mark.slow
 async def test_commands_of_one_shell_wait_for_one_another_and_those_of_two_do_not() -> None:
     async with shell() as one, shell() as other:
         began_s = time.monotonic()

@@ -71,6 +71,7 @@ def scale(load: EngineLoad) -> float:
     return alone_s(1.0, batch=MEAN_BATCH, load=load)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SLOWDOWNS)
 def test_a_slowdown_from_outside_is_not_taken_for_the_cost_of_a_batch(name: str) -> None:
     """The last two of ten minutes; a line over one minute gives 0.21 to 0.74 here."""

@@ -65,6 +65,7 @@ async def test_the_engine_generates_while_the_relay_is_awaited(base: Path, train
     assert loaded.duration_s > loaded.paused_s
 
 
+@pytest.mark.slow
 async def test_what_the_relay_does_not_bring_comes_from_the_durable_copy_at_the_deadline(
     base: Path, trained: Path
 ) -> None:

@@ -179,6 +179,7 @@ async def test_an_engine_that_the_relay_misses_is_not_paused_until_the_copy_come
     assert (loaded.version, loaded.path, engine.weight_version) == (2, "durable", "1.2")
 
 
+@pytest.mark.slow
 @pytest.mark.wall_clock
 async def test_a_copy_that_is_published_during_the_relay_is_loaded_after_one_deadline(
     base: Path, trained: Path

@@ -63,6 +63,7 @@ async def is_over(begun: StartedRun, *others: Output, steps: int = 3, still_s: f
     return True
 
 
+@pytest.mark.slow
 async def test_a_run_is_over_once_its_last_step_is_trained_and_its_last_round_is_played() -> None:
     begun = started_with_tasks(1)
     assert end_round_groups(begun.configuration) == 2

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import msgspec
+import pytest
 from rich.console import Console
 
 from forgemq_contracts.gaps import LogprobGap
@@ -76,6 +77,7 @@ def _report(state: RunState):
     return report(state, trees=(), verdicts=(), duration_s=1.0, reason="completed")
 
 
+@pytest.mark.slow
 def test_a_gap_that_no_step_measured_is_none_everywhere_and_not_zero(tmp_path: Path) -> None:
     state = _run(UNMEASURED, UNMEASURED)
     assert state.logprob_gap_max is None
@@ -164,6 +166,7 @@ def _words(shown: object) -> str:
     return " ".join(_text(shown).replace("\u2502", " ").split())
 
 
+@pytest.mark.slow
 def test_the_report_has_the_forks_by_reason_with_their_share_and_meaning(tmp_path: Path) -> None:
     state = msgspec.structs.replace(_run(MEASURED), forks=(COMPACTIONS,))
     made = _report(state)

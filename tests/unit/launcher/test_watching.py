@@ -53,6 +53,7 @@ async def test_a_run_that_is_over_is_one_line_without_a_terminal() -> None:
     assert "step 3/3 success 1.00 reward 1.40" in line
 
 
+@pytest.mark.slow
 async def test_a_run_that_goes_on_is_followed_to_its_end_and_what_is_old_is_not_told_again() -> (
     None
 ):

@@ -71,6 +71,7 @@ def work_alone(machine: Machine, layers: int) -> Flops:
     )
 
 
+@pytest.mark.slow
 def test_a_case_times_every_way_on_the_same_samples() -> None:
     measurement = made()
     measure(measurement, "tiny", CASE, TINY)
@@ -114,6 +115,7 @@ def test_a_case_times_every_way_on_the_same_samples() -> None:
     assert above_limits(measurement) == []
 
 
+@pytest.mark.slow
 def test_a_tree_with_room_for_half_of_its_layers_runs_whole_and_repeats_the_others() -> None:
     measurement = made()
     measure(measurement, "tiny", replace(CASE, blocks_share=0.95), TINY)

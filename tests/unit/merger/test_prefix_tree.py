@@ -69,6 +69,7 @@ def groups(draw: st.DrawFn) -> tuple[list[Delta], list[bool]]:
     return deltas, wanted
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(groups())
 def test_the_tree_holds_every_prefix_of_the_wanted_sequences_once_and_nothing_else(group):
@@ -86,6 +87,7 @@ def test_the_tree_holds_every_prefix_of_the_wanted_sequences_once_and_nothing_el
     assert tree.attention_pairs == sum(depth + 1 for depth in depths)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(groups())
 def test_every_wanted_sequence_is_read_back_token_by_token(group):

@@ -1,5 +1,6 @@
 """What is on the wire is what was sampled: exact reconstruction of random groups."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ def histories(draw: st.DrawFn):
     return records, sorted(chosen)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(histories())
 def test_the_wire_reconstructs_every_sample_exactly(history):

@@ -138,6 +138,7 @@ async def test_right_and_wrong_answers_are_graded_by_the_recipes_rewards(
     assert found == [expected for _, expected in answers], [grade.detail for grade in grades]
 
 
+@pytest.mark.slow
 async def test_the_submitted_program_is_run_against_the_tests_of_its_row(tmp_path: Path):
     held_out = [{**PROGRAMS[0], "question": "Double it."}]
     for split, rows in (("train", PROGRAMS), ("test", held_out)):

@@ -21,6 +21,7 @@ def _tree(tokens: int) -> Forest:
     return read_tree(usual_tree(shape, episodes=EPISODES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("groups", "tokens"), [(64, 4_000), (16, 40_000), (8, 67_584)])
 def test_the_page_says_what_ranks_send(groups: int, tokens: int):
     run = run_of("qwen3-30b-a3b/maths.toml")

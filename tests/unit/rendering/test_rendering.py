@@ -285,6 +285,7 @@ def test_systems_at_the_head_are_one_and_later_ones_are_user_turns(rendering: Re
     )
 
 
+@pytest.mark.slow
 def test_importing_needs_neither_torch_nor_transformers() -> None:
     program = (
         "import sys, forgemq_rendering;"

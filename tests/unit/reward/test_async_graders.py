@@ -93,6 +93,7 @@ async def grades_so_far(desk: Desk) -> int:
     return (await desk.log.end_positions([place]))[place]
 
 
+@pytest.mark.slow
 async def test_200_gradings_wait_in_one_process_and_hold_up_no_other_queue_or_episode(desk):
     """The 200 return only after the fast ones, which were played last, have their grades."""
     async with desk.service():
@@ -129,6 +130,7 @@ async def test_200_graders_of_10_s_take_the_time_of_one_and_a_fast_one_takes_non
     assert 10 <= all_s < 20
 
 
+@pytest.mark.slow
 async def test_no_more_gradings_are_under_way_than_the_setting_allows(desk):
     async with desk.service(FORGEMQ_REWARD_GRADINGS_MAX="3"):
         for index in range(5):
@@ -197,6 +199,7 @@ async def test_a_grading_that_does_not_end_well_is_masked_and_the_next_is_graded
     assert (graded.is_masked, graded.outcome) == (False, 1.0)
 
 
+@pytest.mark.slow
 async def test_the_service_ends_with_gradings_under_way_and_the_next_life_grades_them(desk):
     async with desk.service():
         await play(desk, 0, "wait")

@@ -84,6 +84,7 @@ async def test_the_functions_that_are_named_are_called(code):
         await process.close()
 
 
+@pytest.mark.slow
 async def test_what_user_code_does_wrong_is_an_error_and_the_next_episode_is_graded(code):
     process = process_of(code, timeout_s=1.0)
     try:

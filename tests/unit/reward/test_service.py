@@ -216,6 +216,7 @@ async def test_a_sampled_call_that_cannot_be_encoded_is_graded_as_text(desk):
     assert (grade.is_masked, grade.outcome) == (False, 0.0)
 
 
+@pytest.mark.slow
 async def test_records_that_do_not_decode_end_no_grading(desk, output_with_call):
     for topic in CONSUMES:
         emit = Emit(
@@ -233,6 +234,7 @@ async def test_records_that_do_not_decode_end_no_grading(desk, output_with_call)
     assert desk.graded() == ["g-1.0.0"]
 
 
+@pytest.mark.slow
 async def test_a_restart_grades_what_is_missing_and_nothing_twice(desk, output_with_call):
     async with desk.service():
         await desk.play(0, [output_with_call])
@@ -284,6 +286,7 @@ async def test_a_retired_group_is_not_graded_after_a_restart(desk):
     assert grade.episode_id == "g-2.0.0"
 
 
+@pytest.mark.slow
 async def test_more_episodes_than_may_wait_are_graded_all_the_same(desk):
     async with desk.service(
         FORGEMQ_REWARD_EPISODES_WAITING_MAX="1",
@@ -297,6 +300,7 @@ async def test_more_episodes_than_may_wait_are_graded_all_the_same(desk):
     assert {group.not_trainable for group in scored} == {"zero_variance"}
 
 
+@pytest.mark.slow
 async def test_a_record_that_does_not_decode_is_one_dead_letter_and_the_next_is_scored(desk):
     """The transform and the grading loop read the topic; the letter names the group."""
     async with desk.service():
@@ -317,6 +321,7 @@ async def test_a_record_that_does_not_decode_is_one_dead_letter_and_the_next_is_
     assert letter_of(letter).group == "g-7"
 
 
+@pytest.mark.slow
 async def test_a_lost_value_is_one_dead_letter_and_the_next_group_is_scored(tmp_path: Path):
     """Of an episode the transform writes it, of a completion the merger; after a restart too."""
     desk = Desk(configuration_of(tmp_path, outcome="user_rewards:outcome"), tmp_path)

@@ -150,6 +150,7 @@ def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
             EngineServer(str(tmp_path), tmp_path, port=port).start()
 
 
+@pytest.mark.slow
 def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     """A child that leads its process group watches a parent, which is killed."""
     pids = tmp_path / "pid"

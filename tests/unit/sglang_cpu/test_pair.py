@@ -110,6 +110,7 @@ def test_an_engine_that_is_paused_or_no_decode_engine_looks_for_nothing() -> Non
         assert (scheduler.waiting_queue, scheduler.looks) == ([], 0)
 
 
+@pytest.mark.slow
 def test_what_does_not_come_holds_a_pause_up_for_a_bounded_time() -> None:
     class Stuck(DecodeScheduler):
         def process_decode_queue(self) -> None:

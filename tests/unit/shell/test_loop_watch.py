@@ -96,12 +96,14 @@ def comes_true(condition: Callable[[], bool], *, within_s: float = 20.0) -> bool
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["idle", "busy"])
 def test_an_idle_or_busy_process_stays_alive(start, mode: str):
     _, is_alive = start(mode)
     assert not comes_true(lambda: not is_alive(), within_s=2.5 * AGE_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["awaits", "blocks"])
 def test_a_loop_that_waits_for_ever_and_an_event_loop_that_is_blocked_fail_the_probe(
     start, mode: str
@@ -111,6 +113,7 @@ def test_a_loop_that_waits_for_ever_and_an_event_loop_that_is_blocked_fail_the_p
     assert process.poll() is None
 
 
+@pytest.mark.slow
 def test_a_process_that_was_stopped_is_alive_again_once_it_goes_on(start):
     process, is_alive = start("idle")
     process.send_signal(signal.SIGSTOP)
@@ -119,6 +122,7 @@ def test_a_process_that_was_stopped_is_alive_again_once_it_goes_on(start):
     assert comes_true(is_alive)
 
 
+@pytest.mark.slow
 def test_a_service_that_waits_for_its_broker_is_alive(tmp_path: Path):
     path = tmp_path / "alive"
     environ = {

@@ -34,6 +34,7 @@ def test_a_record_with_its_group_as_key_carries_no_second_copy():
     assert (emit.key, emit.headers) == (full(topic.record).group_id.encode(), ())
 
 
+@pytest.mark.slow
 def test_no_service_makes_the_records_it_writes_by_hand():
     """One made without `emit_of` would lack the header `group`."""
     sources = sorted((ROOT / "services").glob("*/src/**/*.py"))

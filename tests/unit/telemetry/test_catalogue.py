@@ -73,6 +73,7 @@ def labels_in_code() -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_label_in_the_code_is_listed_and_no_other_one_is():
     metrics = {name for _, rows in KINDS for name in rows}
     found = {

@@ -242,6 +242,7 @@ def absent_collectors() -> Iterator[dict[str, str]]:
         }
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_away_costs_no_work_and_three_seconds_at_the_end():
     """Both cases at the same time, because each takes seconds of waiting."""
     with absent_collectors() as urls:

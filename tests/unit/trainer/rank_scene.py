@@ -21,6 +21,10 @@ WORK_DEADLINE_S = 60.0
 """For one function; a rank that hangs is killed then, before the test's own timeout."""
 
 
+PRELOADED = ["torch.distributed.fsdp", "transformers", "tests.unit.trainer.scene"]
+"""None of them starts a thread or uses a GPU while it is imported."""
+
+
 class LostRankProcessError(AssertionError):
     """A rank raised, hung or died; a traceback is in the captured stderr."""
 
@@ -90,7 +94,9 @@ class RankProcesses:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
+        # Its server imports once what takes each rank seconds; a rank is a copy of that process.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         for rank in range(self._world):
             launch = RankLaunch(
                 rank=rank,

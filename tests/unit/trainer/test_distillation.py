@@ -40,6 +40,7 @@ def _tree(group: str = "g-0", *, teacher: Sequence[float] | None = None) -> Merg
     return msgspec.structs.replace(tree, entry_teacher_logprob=values.tobytes())
 
 
+@pytest.mark.slow
 @given(VALUES, st.floats(0.1, 2), st.floats(0, 2))
 def test_a_token_gets_the_teachers_difference_bounded_beside_its_reward(
     teacher: list[float], weight: float, reward_weight: float

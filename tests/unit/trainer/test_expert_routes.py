@@ -69,6 +69,7 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [None, 19])
 @pytest.mark.parametrize(
     ("kind", "changes"),

@@ -116,6 +116,7 @@ def _gradients(
     return {n: p.grad.clone() for n, p in policy.decoder.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block", "recomputed"), [(10_000, 0), (10_000, 1), (300, 0), (130, 0)])
 def test_the_block_mask_gives_the_same_gradients_as_the_pieces(block: int, recomputed: int) -> None:
     groups = _groups(20)

@@ -31,6 +31,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(
         st.text("ab.", min_size=1, max_size=4),

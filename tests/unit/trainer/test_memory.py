@@ -214,7 +214,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         ),
         slow("qwen3", "blocks", 0.5, {"vocab_size": 4096, "num_hidden_layers": 6}),
         slow("llama", "blocks", 0.4, {}),
-        (
+        slow(
             "llama",
             "blocks",
             0.9,
@@ -225,7 +225,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
                 "vocab_size": 8192,
             },
         ),
-        ("qwen3_moe", "blocks", 0.4, {"num_experts": 8, "moe_intermediate_size": 96}),
+        slow("qwen3_moe", "blocks", 0.4, {"num_experts": 8, "moe_intermediate_size": 96}),
         slow("qwen3_moe", "recomputed", 0.6, MANY_EXPERTS),
         slow("qwen3_moe", "kept", 1.0, MANY_EXPERTS),
         slow("gemma3_text", "blocks", 0.4, WINDOWED | {"sliding_window": 50}),

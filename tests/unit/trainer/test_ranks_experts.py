@@ -4,7 +4,7 @@ import dataclasses
 import gc
 import itertools
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -270,13 +270,6 @@ def _check(case: Case, processes: RankProcesses) -> None:
     # Adam divides by the gradient, so what is rounding there decides signs in float32.
     if case.dtype == torch.float64:
         assert _worst(found.weights, expected.weights) <= bound
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[RankProcesses]:
-    processes = RankProcesses(world=4)
-    yield processes
-    processes.close()
 
 
 def _name(case: Case) -> str:

@@ -53,6 +53,7 @@ async def _train_two_steps(bench: Bench, address: str) -> None:
         reporting.cancel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lane_is_there", [True, False])
 async def test_a_version_is_published_before_its_copy_and_again_when_that_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lane_is_there: bool
@@ -96,6 +97,7 @@ async def test_a_version_is_published_before_its_copy_and_again_when_that_is_the
         receiver.close()
 
 
+@pytest.mark.slow
 async def test_an_early_head_is_described_by_the_durable_one_before_it(tmp_path: Path) -> None:
     """The first head has none before it, so its version is published with its copy alone."""
     receiver = _receiver(tmp_path / "lane")

@@ -48,6 +48,7 @@ def random_bits(generator: torch.Generator, dtype: torch.dtype, shape: tuple[int
     return bits.view(dtype).reshape(shape)
 
 
+@pytest.mark.slow
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**32),

@@ -145,6 +145,7 @@ def test_a_lane_that_is_gone_or_refuses_is_left_out_and_the_next_gets_all(
     assert_same(last.wait(KEY, timeout_s=20), source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lane_that_dies_or_hangs_in_the_middle_is_passed_by(
     source: StagedCopy, lanes: Lanes, tmp_path: Path, how: signal.Signals
@@ -208,6 +209,7 @@ def test_bytes_that_are_not_the_announced_ones_are_no_copy(
     assert receiver.wait(KEY, timeout_s=0) is None
 
 
+@pytest.mark.slow
 def test_a_sender_that_dies_is_not_waited_for_until_the_deadline(
     source: StagedCopy, lanes: Lanes
 ) -> None:
