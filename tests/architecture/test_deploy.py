@@ -193,6 +193,7 @@ def test_what_listens_is_probed_and_every_selector_finds_pods(overlay: Path):
             assert governing["clusterIP"] == "None", "stable names need a headless service"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlay", [BASE, *OVERLAYS], ids=lambda path: path.name)
 def test_the_engine_is_started_as_the_launcher_would(overlay: Path):
     (engine,) = (c for c in pods(overlay)["inference"]["containers"] if c["name"] == "engine")

@@ -262,6 +262,7 @@ def test_the_collector_takes_what_services_push_and_gives_prometheus_the_labels_
     assert statements["resource"] == ['delete_key(attributes, "service.namespace")']
 
 
+@pytest.mark.slow
 def test_a_cluster_gets_the_same_alerts_and_dashboards_and_every_label_that_they_need():
     """The objects of the component, as the production overlay renders them."""
     objects = {(each["kind"], each["metadata"]["name"]): each for each in manifests(PRODUCTION)}

@@ -74,6 +74,7 @@ def test_code_of_the_run_rolls_what_imports_it():
     assert found == {"run", "agents", "reward", "trainer"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
 def test_a_second_apply_changes_nothing_that_the_api_keeps_as_it_was(overlay: Path):
     """Jobs have immutable templates; so have these parts of other kinds."""

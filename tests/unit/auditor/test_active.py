@@ -62,6 +62,7 @@ async def until(working: list[str], wanted: list[str]) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 async def test_one_works_and_another_takes_over_when_it_stops(tmp_path: Path):
     log, working = await log_with_topics(), []
     first = Process("first", log, working, tmp_path)

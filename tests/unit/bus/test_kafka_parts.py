@@ -53,6 +53,7 @@ def test_client_settings_follow_the_security_protocol() -> None:
     assert (secure["sasl_plain_username"], secure["sasl_plain_password"]) == ("u", "p")
 
 
+@pytest.mark.slow
 async def test_a_dead_address_is_named_with_the_time_it_was_tried() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))

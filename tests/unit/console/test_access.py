@@ -108,6 +108,7 @@ async def test_the_key_is_a_password_of_any_user_or_a_bearer_token(
         assert (await http.get("/api/state", headers=headers)).json()["run"] == "r"
 
 
+@pytest.mark.slow
 async def test_the_page_and_its_key_go_over_tls_with_a_certificate(tmp_path: Path) -> None:
     ca = authority()
     certificate, key = ca.write_server(tmp_path)
@@ -132,6 +133,7 @@ async def test_a_reader_with_the_key_can_change_nothing() -> None:
                 assert answer.status_code in (404, 405)
 
 
+@pytest.mark.slow
 async def test_a_key_is_added_and_taken_away_while_the_page_is_served(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(KEY)

@@ -1,5 +1,6 @@
 """Requested groups are recognised by their keys exactly, and what cannot be kept is refused."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,6 +43,7 @@ def test_the_first_unasked_number_follows_what_was_asked(numbers, start):
     assert keys.first_unasked("d", domain="d", start=start) == expected
 
 
+@pytest.mark.slow
 def test_a_source_that_counts_up_costs_the_same_however_far_it_is():
     keys = AskedKeys()
     sizes = set()

@@ -102,6 +102,7 @@ class HeldSecondAttempt:
                 raise LogError("no room")
 
 
+@pytest.mark.slow
 @pytest.mark.wall_clock
 @pytest.mark.parametrize("fails", [False, True], ids=["taken", "not taken"])
 async def test_an_end_that_comes_while_another_agent_takes_the_episode_waits_for_that(

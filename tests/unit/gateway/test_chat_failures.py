@@ -65,6 +65,7 @@ async def test_a_retry_after_a_cut_continues_the_same_request(model: Path) -> No
     assert finished[0].request_id == lanes[0].seen[0].record.request_id
 
 
+@pytest.mark.slow
 async def test_an_engine_that_fails_twice_only_delays_the_client(model: Path) -> None:
     def script(asked: Asked) -> str:
         if asked.record.attempt < 2:
@@ -98,6 +99,7 @@ async def test_an_engine_that_always_fails_is_a_server_error_and_then_left_alone
     assert len(lanes[0].seen) == 3
 
 
+@pytest.mark.slow
 async def test_an_engine_that_always_fails_is_an_error_event_of_a_stream(model: Path) -> None:
     async with running(log_store(), configuration_of(model), broken) as (world, _):
         client = world.client(await world.episode())

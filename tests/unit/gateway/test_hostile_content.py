@@ -194,6 +194,7 @@ async def test_bad_records_that_only_the_gateway_reads_have_one_dead_letter_each
         )
 
 
+@pytest.mark.slow
 async def test_a_gateway_tries_until_the_log_takes_a_dead_letter_and_is_not_ready_meanwhile(
     model: Path,
 ) -> None:

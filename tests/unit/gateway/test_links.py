@@ -193,6 +193,7 @@ async def test_a_long_answer_at_the_end_of_a_connection_arrives_whole(behind: by
     assert received == size
 
 
+@pytest.mark.slow
 async def test_a_client_that_reads_slowly_slows_the_owner_down() -> None:
     size, written = 20_000_000, 0
 

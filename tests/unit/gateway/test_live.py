@@ -270,6 +270,7 @@ async def test_a_group_whose_request_was_given_up_is_the_next_conversation(model
     assert len(groups) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.wall_clock
 async def test_an_episode_that_was_never_answered_ends_aborted(model: Path) -> None:
     policy = msgspec.structs.replace(LIVE, idle_s=0.2)
@@ -314,6 +315,7 @@ async def asked_of(caller: Caller, index: int, messages: list[Any], **more: Any)
     return await caller.say(messages, **more)
 
 
+@pytest.mark.slow
 async def test_any_gateway_answers_and_a_conversation_is_one_episode(model: Path) -> None:
     async with two_gateways(model, counted()) as caller:
         sessions = [f"s{number}" for number in range(8)]
@@ -334,6 +336,7 @@ async def test_any_gateway_answers_and_a_conversation_is_one_episode(model: Path
     assert len({group.idempotency_key for group in groups}) == len(groups) == 9
 
 
+@pytest.mark.slow
 async def test_a_turn_goes_on_at_the_next_owner_with_no_word_of_a_retry(model: Path) -> None:
     async def slow(_: Asked) -> str:
         await asyncio.sleep(1.5)

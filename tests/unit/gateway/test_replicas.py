@@ -116,6 +116,7 @@ async def test_every_gateway_answers_for_every_group(model: Path) -> None:
     assert sorted(len(final.manifest) for final in finished) == [1] * 4
 
 
+@pytest.mark.slow
 async def test_a_stream_passes_through_another_gateway_as_it_is(model: Path) -> None:
     async with gateways(model) as (world, _):
         (first, second), shares = [g.url for g in world.gateways], await owners(world)
@@ -194,6 +195,7 @@ async def test_a_gateway_that_is_killed_costs_an_agent_no_more_than_a_retry(mode
     assert set(owner.values()) == {other}
 
 
+@pytest.mark.slow
 async def test_a_gateway_that_stops_gives_its_groups_to_the_others(model: Path) -> None:
     async with gateways(model, count=3) as (world, _):
         leaving = world.gateways.pop(0)
@@ -298,6 +300,7 @@ async def test_what_only_a_gateway_may_say_is_not_believed_of_a_client(model: Pa
     assert answers == [200] * 3
 
 
+@pytest.mark.slow
 async def test_an_admin_request_that_waits_while_its_group_moves_is_answered_by_its_new_owner(
     model: Path,
 ) -> None:

@@ -111,6 +111,7 @@ def deltas(event: Any) -> list[tuple[Any, str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "renderer"), [("m", "auto"), ("m", "qwen3"), ("wordy", "auto")])
 @settings(max_examples=25, deadline=None)
 @given(

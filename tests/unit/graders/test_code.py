@@ -16,6 +16,7 @@ def calls(*expected: tuple[list[object], object]) -> list[dict[str, object]]:
     return [{"function": "add", "arguments": a, "returns": r} for a, r in expected]
 
 
+@pytest.mark.slow
 async def test_a_program_that_passes_all_tests_earns_one_and_any_other_nothing():
     outcome = code_tests(limits=LIMITS)
     assert await outcome(answered(DOUBLE, task={"tests": INPUTS})) == 1.0

@@ -89,6 +89,7 @@ async def test_hostile_answers_are_wrong_within_the_time_limit_and_the_next_is_c
         assert await mathematics.is_equal("\\boxed{4}", "4"), name
 
 
+@pytest.mark.slow
 async def test_an_outcome_is_of_the_last_completion_and_the_tasks_answer(mathematics):
     outcome = math_outcome(answer="gold", mathematics=mathematics)
     task = {"gold": "1/2"}

@@ -120,6 +120,7 @@ def test_bytes_that_are_no_tensor_of_a_head_are_refused_by_name(dtype: str, size
         pickled([Tensor(TensorSpec("fc.bias", dtype, (4,)), bytes(size))])
 
 
+@pytest.mark.slow
 def test_a_large_head_travels_in_several_requests(tmp_path: Path) -> None:
     tensors = {name: torch.randn(9_000_000) for name in ("a", "b", "c")}
     save_file(tensors, tmp_path / "model.safetensors")

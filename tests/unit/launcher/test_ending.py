@@ -74,6 +74,7 @@ async def test_a_run_is_over_once_its_last_step_is_trained_and_its_last_round_is
     assert not await is_over(begun, *played("start-sampled"), *played("start-greedy"))
 
 
+@pytest.mark.slow
 async def test_an_open_group_keeps_a_run_up_until_nothing_has_happened_for_long() -> None:
     open_one = [*played("end-sampled"), *played("end-greedy", is_over=False)]
     assert not await is_over(started_with_tasks(1), *open_one)

@@ -219,6 +219,7 @@ time.sleep(60)
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_one_service_ends_for_good_while_the_others_stay(tmp_path):
     """Also one that waits for its restart: it is not started again."""
     notes: list[str] = []

@@ -126,6 +126,7 @@ def test_a_tree_with_room_for_half_of_its_layers_runs_whole_and_repeats_the_othe
     assert again["flops_over_whole"] == pytest.approx(1 + tree.weights / 6 / tree.total)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 def test_the_ways_of_one_run_have_equal_gradients(dtype: torch.dtype) -> None:
     measurement = made()
@@ -135,6 +136,7 @@ def test_the_ways_of_one_run_have_equal_gradients(dtype: torch.dtype) -> None:
         assert 0 < rows["gradient_difference"] < ROUNDING[dtype], way
 
 
+@pytest.mark.slow
 def test_blocks_of_the_unscaled_model_take_the_bytes_that_were_predicted() -> None:
     measurement = made()
     measure_unscaled(measurement, "wide", WIDE_CASE, WIDE)

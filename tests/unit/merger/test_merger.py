@@ -331,6 +331,7 @@ print(hashlib.sha256(core.snapshot() + wire).hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_snapshots_and_outputs_do_not_depend_on_the_hash_seed():
     program = PROGRAM.format(file=__file__)
     digests = {

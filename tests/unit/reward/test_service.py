@@ -196,6 +196,7 @@ async def test_a_grade_carries_its_group_for_readers_that_cannot_decode_it(desk)
     assert (grade.key, dict(grade.headers)["group"]) == (b"g-1.0.0", b"g-1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("result", [b'"\xff"', b"[" * 20_000 + b"]" * 20_000, b"9" * 5000])
 async def test_a_result_that_does_not_decode_masks_its_episode_alone(
     desk, output_with_call, result
@@ -208,6 +209,7 @@ async def test_a_result_that_does_not_decode_masks_its_episode_alone(
     assert masked == {"g-1.0.0": True, "g-1.1.0": False}
 
 
+@pytest.mark.slow
 async def test_a_sampled_call_that_cannot_be_encoded_is_graded_as_text(desk):
     call = CALL.replace("lamp", "\\ud800")
     async with desk.service():

@@ -20,6 +20,7 @@ def meets_its_sibling(episode):
 """
 
 
+@pytest.mark.slow
 async def test_by_default_an_episode_is_graded_while_the_grader_of_another_one_waits(tmp_path):
     """Each grader returns only once the other one was called."""
     desk = Desk(configuration_of(tmp_path, outcome="meeting:meets_its_sibling"), tmp_path)

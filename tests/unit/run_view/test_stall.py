@@ -122,6 +122,7 @@ def test_a_service_that_writes_and_leaves_the_head_behind_is_called_behind():
     assert watched.play(2000).named() == {("service_lag", "reward")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_healthy_run_with_slow_episodes_is_never_called_stalled(seed: int):
     """Turns take up to 14 minutes and episodes hours; grading and steps take minutes."""

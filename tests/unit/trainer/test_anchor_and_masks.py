@@ -63,6 +63,7 @@ def _result(
     return result, gradient
 
 
+@pytest.mark.slow
 @given(LOG_RATIOS, LOG_RATIOS, st.lists(st.floats(-2, 2), min_size=4, max_size=4))
 def test_decoupled_ppo_is_the_objective_of_three_policies(
     now: list[float], start: list[float], advantage: list[float]
@@ -100,6 +101,7 @@ def test_in_a_step_of_one_update_the_clip_never_takes_hold_and_the_weight_correc
     assert result.is_limited.tolist() == [False, False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ppo_clip", "cispo", "gspo"])
 def test_anchored_updates_are_those_over_single_requests(tmp_path: Path, kind: str) -> None:
     """The start's log-probabilities are read once, from every request by itself."""

@@ -162,6 +162,7 @@ async def test_a_restart_continues_to_the_same_bytes(tmp_path: Path) -> None:
     assert digests[0] == digests[1]
 
 
+@pytest.mark.slow
 async def test_only_trees_after_the_newest_checkpoint_are_needed(
     tmp_path: Path,
 ) -> None:

@@ -105,6 +105,7 @@ def _with_deadline(bench: Bench, deadline_s: float) -> Bench:
     return dataclasses.replace(bench, configuration=configuration)
 
 
+@pytest.mark.slow
 async def test_a_round_that_does_not_move_is_given_up_after_two_deadlines(tmp_path: Path) -> None:
     bench = _with_deadline(await _bench(tmp_path), 2.5)
     await _put(bench, [*_admitted(*ROUND), *_retired(ROUND[0])])
@@ -112,6 +113,7 @@ async def test_a_round_that_does_not_move_is_given_up_after_two_deadlines(tmp_pa
     assert [published.version for published in await bench.published()] == [0, 1]
 
 
+@pytest.mark.slow
 async def test_a_group_that_is_closed_at_its_deadline_and_then_scored_is_waited_for(
     tmp_path: Path,
 ) -> None:

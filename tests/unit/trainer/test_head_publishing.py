@@ -78,6 +78,7 @@ async def test_the_deadline_of_a_push_counts_both_files(tmp_path: Path) -> None:
     assert more_s == pytest.approx(push.head.size_bytes / 200e6, rel=1e-6)
 
 
+@pytest.mark.slow
 async def test_a_restarted_trainer_names_its_head_first_and_goes_on_to_the_same_bytes(
     tmp_path: Path,
 ) -> None:

@@ -53,6 +53,7 @@ def test_tokens_differ_by_at_most_the_largest_tree_and_domains_by_at_most_one_gr
         assert all(abs(one[domain] - other[domain]) <= 1 for domain in "abc")
 
 
+@pytest.mark.slow
 @given(GROUPS, st.integers(1, 8), st.randoms(use_true_random=False))
 def test_the_order_of_the_groups_has_no_part_in_the_split(
     groups: list[ScheduledGroup], count: int, random: object

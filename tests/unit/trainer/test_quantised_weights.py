@@ -65,6 +65,7 @@ def trained_and_saved(store: Store, training: Training, *, step: int) -> SavedVe
     return saved
 
 
+@pytest.mark.slow
 def test_merged_adapters_are_quantised_and_a_restarted_trainer_publishes_the_same_bytes(
     tmp_path: Path,
 ) -> None:
@@ -83,6 +84,7 @@ def test_merged_adapters_are_quantised_and_a_restarted_trainer_publishes_the_sam
     assert any(tensor.dtype == torch.float8_e4m3fn for tensor in load_file(saved.files[0]).values())
 
 
+@pytest.mark.slow
 def test_engines_get_8_bit_floats_and_the_checkpoint_keeps_the_weights_in_full(
     tmp_path: Path,
 ) -> None:
@@ -106,6 +108,7 @@ def test_engines_get_8_bit_floats_and_the_checkpoint_keeps_the_weights_in_full(
     assert saved[0].weights.sha256 != saved[1].weights.sha256
 
 
+@pytest.mark.slow
 def test_a_restarted_trainer_publishes_the_same_bytes_and_trains_from_the_weights_in_full(
     tmp_path: Path,
 ) -> None:

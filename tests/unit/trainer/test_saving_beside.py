@@ -43,6 +43,7 @@ def _noted(monkeypatch: pytest.MonkeyPatch, notes: list[str], owner: type, name:
     monkeypatch.setattr(owner, name, noting)
 
 
+@pytest.mark.slow
 async def test_the_next_step_computes_while_the_one_before_is_made_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,7 @@ def by_tree(
     return values.loss, taken(model), values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     [
