@@ -175,6 +175,24 @@ def test_what_scales_by_lag_names_the_groups_and_topics_that_the_code_commits():
             assert may("lag", "Describe", kind, metadata[what])
 
 
+def test_keda_logs_in_by_an_authentication_alone_as_a_user_that_exists():
+    """The scaler takes name and password from there, and ignores a name in the trigger."""
+    for scaled, metadata in triggers("kafka").items():
+        (trigger,) = objects("ScaledObject")[scaled]["spec"]["triggers"]
+        given = objects("TriggerAuthentication")[trigger["authenticationRef"]["name"]]["spec"]
+        assert "username" not in metadata
+        (name,) = given["configMapTargetRef"]
+        assert name["parameter"] == "username"
+        user = objects("ConfigMap")[name["name"]]["data"][name["key"]]
+        assert user in objects("KafkaUser")
+        references = {r["parameter"]: (r["name"], r["key"]) for r in given["secretTargetRef"]}
+        assert references == {
+            "password": (user, "password"),
+            "ca": (f"{script().CLUSTER}-cluster-ca-cert", "ca.crt"),
+        }
+        assert (metadata["sasl"], metadata["tls"]) == ("scram_sha512", "enable")
+
+
 def test_agents_scale_by_their_open_episodes_to_as_many_as_play_all_that_queues_admit():
     metadata, scaled = triggers("prometheus")["agents"], objects("ScaledObject")["agents"]["spec"]
     (namespace,) = {m["metadata"]["namespace"] for m in manifests(OVERLAY) if m["kind"] == "Role"}
@@ -289,11 +307,24 @@ def test_every_service_has_a_priority_that_exists_and_replicas_are_spread():
         assert pod["priorityClassName"] in classes, name
         if name != "agents":
             assert pod["topologySpreadConstraints"], name
+
+
+def test_a_drain_evicts_one_pod_of_each_service_at_a_time_but_of_the_trainer():
     budgets = {
-        b["spec"]["selector"]["matchLabels"]["app.kubernetes.io/name"]
+        b["spec"]["selector"]["matchLabels"]["app.kubernetes.io/name"]: b["spec"]["maxUnavailable"]
         for b in objects("PodDisruptionBudget").values()
     }
-    assert budgets >= {"gateway", "inference", "merger", "reward", "scheduler"}
+    assert budgets == dict.fromkeys(set(SERVICES) - {"launcher", "trainer"}, 1)
+
+
+def test_no_agent_pushes_a_broker_from_its_node():
+    """A pod without a priority has 0, and agents have more."""
+    values = {name: each["value"] for name, each in objects("PriorityClass").items()}
+    operators = objects("Kafka")["forgemq"]["spec"]["entityOperator"]
+    for each in (objects("KafkaNodePool")["brokers"]["spec"], operators):
+        named = each["template"]["pod"]["priorityClassName"]
+        assert values[named] > values[pods(OVERLAY)["agents"]["priorityClassName"]]
+        assert values[named] >= max(values.values())
 
 
 def test_no_container_that_works_asks_for_more_memory_than_the_namespace_would_let_it_have():
