@@ -110,15 +110,11 @@ def try_pod(api: ApiServer, pod: dict):
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
 def test_the_pod_that_ends_a_run_may_release_what_it_names_and_nothing_else(
-    api: ApiServer, overlay: Path
+    api: ApiServer, overlay: Path, tmp_path: Path
 ):
     namespace, objects = namespace_of(overlay), rendered(overlay, namespace=namespace_of(overlay))
     assert api.apply(objects).returncode == 0
-    token = api.kubectl("create", "token", "run", "-n", namespace)
-    assert token.returncode == 0, token.stderr
-    cluster = Cluster(
-        url=api.url, namespace=namespace, token=token.stdout.strip(), ca_file=str(api.ca_file)
-    )
+    cluster = cluster_of_run(api, namespace, tmp_path / "token")
     (run,) = (m for m in objects if m["kind"] == "Deployment" and m["metadata"]["name"] == "run")
     env = run["spec"]["template"]["spec"]["containers"][0]["env"]
     (named,) = (each["value"] for each in env if each["name"] == "RELEASED")
@@ -138,13 +134,12 @@ def test_the_pod_that_ends_a_run_may_release_what_it_names_and_nothing_else(
     assert [annotations(api, namespace, each.name) for each in paused] == [set()] * len(paused)
 
 
-def test_the_next_run_takes_back_what_an_ended_one_released(api: ApiServer):
+def test_the_next_run_takes_back_what_an_ended_one_released(api: ApiServer, tmp_path: Path):
     """Its replicas are another manager's since then, so the apply says that it takes them."""
     overlay = next(each for each in OVERLAYS if each.name == "local")
     namespace, objects = namespace_of(overlay), rendered(overlay, namespace=namespace_of(overlay))
     assert api.apply(objects).returncode == 0
-    token = api.kubectl("create", "token", "run", "-n", namespace).stdout.strip()
-    cluster = Cluster(url=api.url, namespace=namespace, token=token, ca_file=str(api.ca_file))
+    cluster = cluster_of_run(api, namespace, tmp_path / "token")
     cluster.release(workload_of("statefulsets/trainer"))
     assert replicas(api, namespace, "statefulsets/trainer") == 0
     text = (overlay / "kustomization.yaml").read_text().replace("RUN=demo", "RUN=second")
@@ -159,6 +154,16 @@ def test_the_next_run_takes_back_what_an_ended_one_released(api: ApiServer):
     )
     assert taken.returncode == 0, taken.stderr
     assert replicas(api, namespace, "statefulsets/trainer") == 1
+
+
+def cluster_of_run(api: ApiServer, namespace: str, token_file: Path) -> Cluster:
+    """What the pod `run` has; makes it a token in this file."""
+    token = api.kubectl("create", "token", "run", "-n", namespace)
+    assert token.returncode == 0, token.stderr
+    token_file.write_text(token.stdout)
+    return Cluster(
+        url=api.url, namespace=namespace, token_file=str(token_file), ca_file=str(api.ca_file)
+    )
 
 
 def replicas(api: ApiServer, namespace: str, name: str) -> int:

@@ -101,13 +101,15 @@ class Patched(http.server.BaseHTTPRequestHandler):
     """Takes patches of the one token, as the API server does; an unknown object is not found."""
 
     asked: list[tuple[str, str, object]]
+    token: str
 
     def do_PATCH(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.asked.append((self.path, self.headers["content-type"], body))
-        is_known = "unknown" not in self.path and self.headers["authorization"] == "Bearer t"
+        is_known = "unknown" not in self.path
+        is_user = self.headers["authorization"] == f"Bearer {self.token}"
         answer = b"{}" if is_known else b'{"reason":"NotFound"}'
-        self.send_response(200 if is_known else 404)
+        self.send_response((200 if is_known else 404) if is_user else 401)
         self.send_header("content-length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)
@@ -117,11 +119,13 @@ class Patched(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    Patched.asked = []
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    Patched.asked, Patched.token = [], "t"
+    (tmp_path / "token").write_text("t\n")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Patched)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield Cluster(url=f"http://127.0.0.1:{server.server_port}", namespace="runs", token="t")
+    url = f"http://127.0.0.1:{server.server_port}"
+    yield Cluster(url=url, namespace="runs", token_file=str(tmp_path / "token"))
     server.shutdown()
     server.server_close()
 
@@ -151,6 +155,18 @@ def test_a_change_that_the_cluster_refuses_is_named(cluster: Cluster) -> None:
         workload_of("pods/x")
 
 
+def test_a_run_longer_than_its_pods_token_is_valid_ends_with_the_token_of_that_moment(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """A kubelet writes a new token before the one that the pod began with expires."""
+    Patched.token = "renewed"
+    with pytest.raises(ClusterError, match=r"/scale: 401"):
+        cluster.release(workload_of("statefulsets/trainer"))
+    (tmp_path / "token").write_text("renewed")
+    cluster.release(workload_of("statefulsets/trainer"))
+    assert len(Patched.asked) == 2
+
+
 def test_a_pod_finds_its_cluster_and_any_other_process_is_refused(tmp_path: Path) -> None:
     environ = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "443"}
     with pytest.raises(SettingsError, match="--release"):
@@ -160,7 +176,7 @@ def test_a_pod_finds_its_cluster_and_any_other_process_is_refused(tmp_path: Path
     assert own_cluster(environ, account=tmp_path) == Cluster(
         url="https://[fd00::1]:443",
         namespace="namespace",
-        token="token",
+        token_file=str(tmp_path / "token"),
         ca_file=str(tmp_path / "ca.crt"),
     )
     with pytest.raises(SettingsError, match="--release"):

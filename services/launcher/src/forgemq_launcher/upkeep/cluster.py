@@ -49,7 +49,8 @@ class Cluster(NamedTuple):
 
     url: str
     namespace: str
-    token: str
+    token_file: str
+    """Read for each request: the token of a pod is valid for an hour, and renewed in its file."""
     ca_file: str = ""
     """Certificate that the API server must have; '' for an address without TLS."""
 
@@ -85,7 +86,7 @@ class Cluster(NamedTuple):
             data=msgspec.json.encode(change),
             method="PATCH",
             headers={
-                "Authorization": f"Bearer {self.token}",
+                "Authorization": f"Bearer {Path(self.token_file).read_text().strip()}",
                 "Content-Type": "application/merge-patch+json",
             },
         )
@@ -112,6 +113,6 @@ def own_cluster(environ: Mapping[str, str], *, account: Path = ACCOUNT) -> Clust
     return Cluster(
         url=f"https://{host}:{port}",
         namespace=(account / "namespace").read_text().strip(),
-        token=(account / "token").read_text().strip(),
+        token_file=str(account / "token"),
         ca_file=str(account / "ca.crt"),
     )
