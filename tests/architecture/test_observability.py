@@ -34,7 +34,17 @@ SCRAPED_LABELS = {"job", "instance", "run", "process", "lane"}
 """Of the launcher's file of targets."""
 SGLANG_LABELS = {"engine_type", "model_name"}
 OF_PROMETHEUS = {"up": frozenset[str]()}
-KEYWORDS = {"by", "on", "ignoring", "group_left", "group_right", "and", "or", "offset", "without"}
+KEYWORDS = {
+    "by",
+    "on",
+    "ignoring",
+    "group_left",
+    "group_right",
+    "and",
+    "or",
+    "unless",
+    "offset",
+} | {"without"}
 IDENTIFIER = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 SELECTOR = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)\{([^}]*)\}")
 GROUPING = re.compile(r"\b(?:by|on|ignoring|group_left|group_right|without) \(([^)]*)\)")
