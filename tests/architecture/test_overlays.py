@@ -20,6 +20,7 @@ from tests.architecture.rendered import (
     names_of,
     pods,
     rendered,
+    secret,
 )
 
 LOCAL = ROOT / "deploy/kubernetes/overlays/local"
@@ -127,6 +128,39 @@ def test_every_pod_satisfies_the_restricted_standard_that_its_namespace_enforces
             profile = own.get("seccompProfile", whole["seccompProfile"])
             assert profile["type"] in {"RuntimeDefault", "Localhost"}, name
             assert not [p for p in container.get("ports", ()) if "hostPort" in p]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    ("service", "variable"),
+    [
+        ("gateway", "FORGEMQ_GATEWAY_ADMIN_KEY_FILE"),
+        ("console", "FORGEMQ_CONSOLE_KEY_FILE"),
+    ],
+)
+def test_a_server_takes_its_keys_from_a_file_that_changes_with_the_secret(
+    overlay: Path, service: str, variable: str
+):
+    """A variable stays as it was at the start, and so does a mount of a single file (subPath)."""
+    pod = pods(overlay)[service]
+    (container,) = pod["containers"]
+    given = environ(overlay, container)
+    path = Path(given[variable])
+    (mount,) = (m for m in container["volumeMounts"] if m["mountPath"] == str(path.parent))
+    assert (mount["readOnly"], "subPath" in mount) == (True, False)
+    (volume,) = (v for v in pod["volumes"] if v["name"] == mount["name"])
+    assert len(secret(overlay, volume["secret"]["secretName"])[path.name]) >= 16
+    assert not [each for each in container["env"] if "admin-key" in str(each.get("valueFrom"))]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_no_file_in_a_pod_that_runs_code_of_users_has_a_key(overlay: Path):
+    """Their processes hide the environment, and a program may read every file of its user."""
+    for name in ("agents", "reward"):
+        secrets = {
+            v["secret"]["secretName"] for v in pods(overlay)[name]["volumes"] if "secret" in v
+        }
+        assert secrets <= {"forgemq-kafka-ca", "forgemq-cluster-ca-cert"}, name
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)

@@ -57,6 +57,14 @@ def test_the_file_decides_and_without_it_the_setting(tmp_path: Path) -> None:
     assert key_of(ImportSettings(gateway_url=URL, admin_key=OLD)) == OLD
 
 
+def test_of_a_setting_with_several_lines_as_a_file_has_them_the_first_is_sent() -> None:
+    """As a cluster's secret is while one key replaces another."""
+    text = f"# the newest first\n\n{NEW}\n{OLD}\n"
+    assert key_of(ImportSettings(gateway_url=URL, admin_key=text)) == NEW
+    with pytest.raises(SettingsError, match=r"^FORGEMQ_AGENTS_ADMIN_KEY: must be set, or"):
+        key_of(ImportSettings(gateway_url=URL, admin_key="\n"))
+
+
 def test_a_start_without_a_key_or_without_its_file_names_the_setting(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"^FORGEMQ_AGENTS_ADMIN_KEY: must be set, or"):
         key_of(ImportSettings(gateway_url=URL))

@@ -35,13 +35,16 @@ class AdminKeyFile:
 def admin_key_of(
     settings: AgentsSettings | ImportSettings, *, telemetry: Telemetry
 ) -> str | AdminKeyFile:
-    """The key of the file, or else that of the setting.
+    """The key of the file, or else the first one of the setting.
 
     Raises:
         SettingsError: there is neither, or the file cannot be used.
     """
     if settings.admin_key_file:
         return AdminKeyFile(settings.admin_key_file, telemetry=telemetry)
-    if not settings.admin_key:
+    # An orchestrator gives the text of a file of keys as a variable, too.
+    lines = [line.strip() for line in settings.admin_key.splitlines()]
+    first = next((line for line in lines if line and not line.startswith("#")), "")
+    if not first:
         raise SettingsError(f"{_SETTING}: must be set, or {_SETTING}_FILE")
-    return settings.admin_key
+    return first

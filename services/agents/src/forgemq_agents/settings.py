@@ -12,9 +12,13 @@ class AgentsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str, Meta(min_length=1, description="File with the resolved run configuration, JSON.")
     ]
     gateway_url: Annotated[str, Meta(pattern=r"^https?://")]
-    admin_key: Annotated[str, Meta(min_length=1, description="Of the gateway, without a file.")] = (
-        ""
-    )
+    admin_key: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Of the gateway, without a file; of several lines the first is the key.",
+        ),
+    ] = ""
     admin_key_file: Annotated[
         str,
         Meta(description="File whose first line is the key; read again when it changes. '': none."),
@@ -36,9 +40,13 @@ class ImportSettings(Struct, frozen=True, kw_only=True):
     """Parsed from those of `FORGEMQ_AGENTS_*` that an import needs."""
 
     gateway_url: Annotated[str, Meta(pattern=r"^https?://")]
-    admin_key: Annotated[str, Meta(min_length=1, description="Of the gateway, without a file.")] = (
-        ""
-    )
+    admin_key: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Of the gateway, without a file; of several lines the first is the key.",
+        ),
+    ] = ""
     admin_key_file: Annotated[
         str,
         Meta(description="File whose first line is the key; read again when it changes. '': none."),
