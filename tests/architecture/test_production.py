@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from forgemq_bus.kafka_topics import MESSAGE_BYTES_MAX
+from forgemq_bus.setting_faults import setting_faults
 from forgemq_contracts import topics
 from forgemq_contracts.topics import Topic
 from forgemq_gateway.fenced_writer import writer_of
@@ -278,6 +280,16 @@ def test_records_survive_the_loss_of_a_broker():
     assert (kafka["default.replication.factor"], kafka["min.insync.replicas"]) == (3, 2)
     assert kafka["transaction.state.log.min.isr"] == 2
     assert kafka["unclean.leader.election.enable"] is False
+
+
+def test_brokers_replicate_the_largest_records_and_keep_positions_over_a_pause():
+    """What deploy/kafka asks of a cluster's brokers."""
+    kafka = objects("Kafka")["forgemq"]["spec"]["kafka"]["config"]
+    for name in ("replica.fetch.max.bytes", "replica.fetch.response.max.bytes"):
+        assert kafka[name] >= MESSAGE_BYTES_MAX
+    settings = {name: str(value) for name, value in kafka.items()}
+    assert setting_faults(brokers={0: settings}, topics={}, message_bytes_min=1) == []
+    assert "offsets.retention.minutes" in settings
 
 
 def test_the_quota_holds_the_run_at_its_largest():
