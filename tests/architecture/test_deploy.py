@@ -1,4 +1,4 @@
-"""Manifests and the Tiltfile agree with the packages they deploy."""
+"""Manifests agree with the packages they deploy."""
 
 import importlib
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 import jsonschema
 import kubernetes_validate
 import pytest
-import starlark
 import yaml
 from fsspec.core import split_protocol
 from rich.console import Console
@@ -28,14 +27,6 @@ from tests.architecture.rendered import (
 )
 
 KUBERNETES_VERSION = "1.34"
-TILT = (
-    "docker_build",
-    "k8s_yaml",
-    "k8s_resource",
-    "local",
-    "local_resource",
-    "kustomize",
-)
 
 
 @pytest.mark.slow
@@ -254,40 +245,3 @@ def test_published_weights_lie_where_trainer_inference_and_engine_mount_the_same
     # A local cluster's storage gives a claim to one node, so all pods run on that node.
     mode = "ReadWriteMany" if overlay.name == "production" else "ReadWriteOnce"
     assert volume["spec"]["accessModes"] == [mode]
-
-
-def test_the_tiltfile_builds_every_service_and_applies_the_local_overlay():
-    calls: list[tuple[str, tuple, dict]] = []
-    module = starlark.Module()
-    for name in TILT:
-
-        def record(*args, _name=name, **kwargs):
-            calls.append((_name, args, kwargs))
-            return args[0] if args else None
-
-        module.add_callable(name, record)
-    module["TRIGGER_MODE_MANUAL"] = 1
-    dialect = starlark.Dialect.extended()
-    dialect.enable_top_level_stmt = True
-    syntax = starlark.parse("Tiltfile", (ROOT / "Tiltfile").read_text(), dialect=dialect)
-    starlark.eval(module, syntax, starlark.Globals.standard())
-    images = {args[0] for name, args, _ in calls if name == "docker_build"}
-    assert images >= {f"forgemq-{service}" for service in SERVICES}
-    for _, _, options in (call for call in calls if call[0] == "docker_build"):
-        dockerfile = ROOT / options["dockerfile"]
-        for line in dockerfile.read_text().splitlines():
-            if line.startswith("COPY") and "--from" not in line:
-                for source in line.split()[1:-1]:
-                    assert (ROOT / source).exists(), line
-                    assert any(source.startswith(each) for each in options["only"]), line
-    overlay = ROOT / next(args[0] for name, args, _ in calls if name == "kustomize")
-    used = {
-        container["image"].partition(":")[0]
-        for pod in pods(overlay).values()
-        for container in (*pod.get("initContainers", ()), *pod["containers"])
-    }
-    assert {image for image in used if image.startswith("forgemq-")} == images
-    resources = {args[0] for name, args, _ in calls if name == "k8s_resource"}
-    assert resources == set(pods(overlay))
-    waited_for = {d for _, _, options in calls for d in options.get("resource_deps", ())}
-    assert waited_for <= resources
