@@ -1,12 +1,15 @@
 """The Tiltfile calls what Tilt has, builds every service and applies the local overlay."""
 
 import inspect
+import tomllib
+from pathlib import PurePath
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import starlark
 
-from tests.architecture.rendered import ROOT, SERVICES, pods
+from tests.architecture.rendered import ROOT, SERVICES, environ, manifests, pods
 
 BUILTINS = {
     "docker_build": (
@@ -27,6 +30,8 @@ BUILTINS = {
         "deps trigger_mode resource_deps ignore auto_init serve_cmd cmd_bat serve_cmd_bat "
         "allow_parallel links tags env serve_env readiness_probe dir serve_dir labels",
     ),
+    "run": ("cmd", "trigger"),
+    "sync": ("local_path remote_path", ""),
 }
 """Parameters that Tilt's functions require, and those that they also take, in their order: those of
 its API reference (docs.tilt.dev/api.html)."""
@@ -50,8 +55,9 @@ def evaluated(text: str) -> list[Call]:
     for name in BUILTINS:
 
         def record(*args, _name=name, **kwargs):
-            calls.append((_name, signature(_name).bind(*args, **kwargs).arguments))
-            return args[0] if args else None
+            bound = signature(_name).bind(*args, **kwargs).arguments
+            calls.append((_name, bound))
+            return " to ".join([_name, *bound.values()]) if _name in {"run", "sync"} else args[0]
 
         module.add_callable(name, record)
     module["TRIGGER_MODE_MANUAL"] = 1
@@ -78,6 +84,7 @@ def test_the_tiltfile_builds_every_service_and_applies_the_local_overlay():
                     assert (ROOT / source).exists(), line
                     assert any(source.startswith(each) for each in options["only"]), line
     (overlay,) = (ROOT / each["paths"] for each in of(calls, "kustomize"))
+    assert (overlay / "kustomization.yaml").read_text().count("../overlays/local") == 1
     used = {
         container["image"].partition(":")[0]
         for pod in pods(overlay).values()
@@ -88,6 +95,45 @@ def test_the_tiltfile_builds_every_service_and_applies_the_local_overlay():
     assert resources == set(pods(overlay))
     waited_for = {d for _, options in calls for d in options.get("resource_deps", ())}
     assert waited_for <= resources
+
+
+def test_what_tilt_applies_is_valid_and_runs_as_restricted_as_the_local_overlay():
+    (overlay,) = (
+        ROOT / c["paths"] for c in of(evaluated((ROOT / "Tiltfile").read_text()), "kustomize")
+    )
+    for manifest in manifests(overlay):
+        kubernetes_validate.validate(manifest, "1.34", strict=True)
+    for name, pod in pods(overlay).items():
+        before = pods(ROOT / "deploy/kubernetes/overlays/local")[name]
+        assert pod["securityContext"] == before["securityContext"]
+        given = {each["name"]: each["securityContext"] for each in before["containers"]}
+        assert {c["name"]: c["securityContext"] for c in pod["containers"]} == given
+
+
+def test_a_changed_file_of_a_service_goes_where_its_pod_runs_it_from():
+    calls = evaluated((ROOT / "Tiltfile").read_text())
+    contents = tomllib.loads((ROOT / "deploy/images/contents.toml").read_text())
+    (overlay,) = (ROOT / each["paths"] for each in of(calls, "kustomize"))
+    steps = {
+        each["ref"].removeprefix("forgemq-"): each["live_update"]
+        for each in of(calls, "docker_build")[:-1]
+    }
+    updated = {name for name, each in steps.items() if each}
+    assert updated == set(SERVICES) - {"launcher"}
+    for name in updated:
+        (container,) = (c for c in pods(overlay)[name]["containers"] if c["name"] == name)
+        _, script, image, copy = container["command"]
+        mounts = {m["mountPath"]: m for m in container["volumeMounts"]}
+        assert (image, environ(overlay, container)["PYTHONPATH"]) == ("/opt/forgemq", copy)
+        assert mounts[str(PurePath(copy).parent)].get("readOnly", False) is False
+        assert str(PurePath(script).parent) in mounts
+        *synced, last = steps[name]
+        assert last == "run to kill -HUP 1"
+        assert set(synced) >= {
+            f"sync to {each}/src to {copy}" for each in contents[name]["folders"]
+        }
+        for each in synced:
+            assert (ROOT / each.split(" to ")[1]).is_dir(), each
 
 
 @pytest.mark.parametrize(
