@@ -288,6 +288,57 @@ def test_a_cluster_gets_the_same_alerts_and_dashboards_and_every_label_that_they
     assert made == SCRAPED_LABELS - {"instance"}
 
 
+def pod_monitor_rules() -> list[dict]:
+    """In the form of Prometheus' own file."""
+    path = ROOT / "deploy/kubernetes/components/monitoring/pods.yaml"
+    (endpoint,) = yaml.safe_load(path.read_text())["spec"]["podMetricsEndpoints"]
+    names = {"sourceLabels": "source_labels", "targetLabel": "target_label"}
+    return [{names.get(k, k): v for k, v in rule.items()} for rule in endpoint["relabelings"]]
+
+
+def page_rules() -> list[dict]:
+    """Those that the page gives where there is no operator."""
+    page = (ROOT / "docs/observability.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```\n(    kubernetes_sd_configs:.*?)```", page, flags=re.DOTALL)
+    rules: list[dict] = yaml.safe_load(block)["relabel_configs"]
+    return rules
+
+
+def relabelled(rules: list[dict], target: dict[str, str]) -> dict[str, str] | None:
+    """The labels of a target after these rules, as Prometheus applies them; None: dropped."""
+    labels = dict(target)
+    for rule in rules:
+        found = ";".join(labels.get(name, "") for name in rule["source_labels"])
+        match = re.fullmatch(rule.get("regex", "(.*)"), found)
+        action = rule.get("action", "replace")
+        if (action == "keep" and not match) or (action == "drop" and match):
+            return None
+        if action == "replace" and match:
+            value = rule.get("replacement", "$1").replace("$1", r"\1")
+            labels[rule["target_label"]] = match.expand(value)
+    return {name: value for name, value in labels.items() if not name.startswith("__")}
+
+
+@pytest.mark.parametrize("rules", [pod_monitor_rules(), page_rules()], ids=["operator", "page"])
+def test_a_pods_number_is_a_lane_of_inference_alone(rules: list[dict]):
+    """Gateways have numbers too, and their metrics have lanes of their own."""
+
+    def labels(name: str, index: str, port: str = "metrics") -> dict[str, str] | None:
+        of_pod = {"label_app_kubernetes_io_part_of": "forgemq", "container_port_name": port}
+        of_pod |= {"label_app_kubernetes_io_name": name, "name": f"{name}-{index}"}
+        of_pod |= {"label_apps_kubernetes_io_pod_index": index} if index else {}
+        target = {f"__meta_kubernetes_pod_{key}": value for key, value in of_pod.items()}
+        return relabelled(rules, {**target, "__meta_kubernetes_namespace": "runs"})
+
+    assert labels("gateway", "1") == {"job": "gateway", "process": "gateway-1", "run": "runs"}
+    assert labels("trainer", "0") == {"job": "trainer", "process": "trainer-0", "run": "runs"}
+    assert labels("trainer", "1") is None, "its metrics follow the first one's"
+    lane = {"process": "inference-1", "run": "runs", "lane": "1"}
+    assert labels("inference", "1") == {"job": "inference", **lane}
+    if rules == page_rules():
+        assert labels("inference", "1", "engine") == {"job": "engine", **lane}
+
+
 def rule_script() -> ModuleType:
     path = ROOT / "deploy/kubernetes/prometheus_rule.py"
     specification = importlib.util.spec_from_file_location("prometheus_rule", path)
