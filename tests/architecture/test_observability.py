@@ -288,6 +288,23 @@ def test_a_cluster_gets_the_same_alerts_and_dashboards_and_every_label_that_they
     assert made == SCRAPED_LABELS - {"instance"}
 
 
+@pytest.mark.parametrize("overlay", ["production", "one-node-gpu"])
+def test_prometheus_finds_a_port_of_every_service_by_the_labels_of_its_pods(overlay: str):
+    path = ROOT / "deploy/kubernetes/components/monitoring/pods.yaml"
+    monitor = yaml.safe_load(path.read_text())["spec"]
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    found = set()
+    for each in manifests(ROOT / "deploy/kubernetes/overlays" / overlay):
+        template = each["spec"]["template"] if each["kind"] in {"Deployment", "StatefulSet"} else {}
+        labels = template.get("metadata", {}).get("labels", {})
+        if not template or not monitor["selector"]["matchLabels"].items() <= labels.items():
+            continue
+        containers = template["spec"]["containers"]
+        if endpoint["port"] in {port["name"] for c in containers for port in c.get("ports", ())}:
+            found.add(each["metadata"]["name"])
+    assert found == set(OFFSETS)
+
+
 def pod_monitor_rules() -> list[dict]:
     """In the form of Prometheus' own file."""
     path = ROOT / "deploy/kubernetes/components/monitoring/pods.yaml"
