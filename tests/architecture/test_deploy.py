@@ -116,6 +116,12 @@ def test_what_creates_the_run_and_what_joins_it_mean_the_same_run(overlay: Path,
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_the_model_is_on_its_claim_before_the_run_is_created_which_looks_at_it(overlay: Path):
+    first = [container["name"] for container in pods(overlay)["run"]["initContainers"]]
+    assert first == ["demo-model", "create"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
 def test_a_pod_runs_as_nobody_special_and_its_volumes_are_writable(overlay: Path):
     for name, pod in pods(overlay).items():
         assert pod["securityContext"]["fsGroup"] > 0, name
