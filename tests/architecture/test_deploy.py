@@ -122,6 +122,27 @@ def test_the_model_is_on_its_claim_before_the_run_is_created_which_looks_at_it(o
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_a_claim_that_a_pod_writes_to_can_be_written_to(overlay: Path):
+    """A driver mounts a claim that is ReadOnlyMany alone without the right to write."""
+    claims = {
+        manifest["metadata"]["name"]: set(manifest["spec"]["accessModes"])
+        for manifest in manifests(overlay)
+        if manifest["kind"] == "PersistentVolumeClaim"
+    }
+    for name, pod in pods(overlay).items():
+        used = {
+            volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+            for volume in pod.get("volumes", ())
+            if "persistentVolumeClaim" in volume
+        }
+        for container in (*pod.get("initContainers", ()), *pod["containers"]):
+            for mount in container.get("volumeMounts", ()):
+                if mount["name"] in used and not mount.get("readOnly", False):
+                    modes = claims[used[mount["name"]]]
+                    assert modes & {"ReadWriteOnce", "ReadWriteMany"}, (name, mount)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
 def test_a_pod_runs_as_nobody_special_and_its_volumes_are_writable(overlay: Path):
     for name, pod in pods(overlay).items():
         assert pod["securityContext"]["fsGroup"] > 0, name
