@@ -56,6 +56,11 @@ def test_a_bad_value_is_refused_by_name(name: str, value: str):
         parsed(**{name: value})
 
 
+def test_a_setting_with_a_few_values_says_which_there_are():
+    with pytest.raises(SettingsError, match=r"'slow'; must be one of fast, safe$"):
+        parsed(FORGEMQ_X_MODE="slow")
+
+
 def test_an_error_does_not_repeat_a_value_that_may_be_secret():
     with pytest.raises(SettingsError, match=r"^FORGEMQ_X_PORT: Expected `int`, got `str`$"):
         parsed(FORGEMQ_X_PORT="hunter2")

@@ -39,11 +39,24 @@ def _value(name: str, text: str, kind: object) -> object:
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{name}: {error}") from error
+        raise SettingsError(f"{name}: {error}{_choice(kind)}") from error
+
+
+def _choice(kind: object) -> str:
+    """What the error of a setting with a few fixed values leaves out."""
+    described = _described(kind)
+    if not isinstance(described, msgspec.inspect.LiteralType):
+        return ""
+    return f"; must be one of {', '.join(map(str, described.values))}"
 
 
 def _is_list(kind: object) -> bool:
+    of_many = msgspec.inspect.CollectionType | msgspec.inspect.TupleType
+    return isinstance(_described(kind), of_many)
+
+
+def _described(kind: object) -> msgspec.inspect.Type:
     described = msgspec.inspect.type_info(kind)
     while isinstance(described, msgspec.inspect.Metadata):
         described = described.type
-    return isinstance(described, msgspec.inspect.CollectionType | msgspec.inspect.TupleType)
+    return described
