@@ -113,6 +113,8 @@ def test_what_creates_the_run_and_what_joins_it_mean_the_same_run(overlay: Path,
     mounts = {mount["mountPath"] for mount in creating["volumeMounts"]}
     seen = [Path(path) for path in (made[0].model.path, *made[0].code_paths)]
     assert all(any(Path(m).is_relative_to(path) for m in mounts) for path in seen), "for create"
+    (ending,) = (c for c in pods(overlay)["run"]["containers"] if c["name"] == "end")
+    assert made[0].model.path in {mount["mountPath"] for mount in ending["volumeMounts"]}, "inspect"
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
