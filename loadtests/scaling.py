@@ -6,7 +6,8 @@ the other. Counted is what the service writes, by the time of the records.
 
 What is scaled waits and computes little, so that a machine of two cores shows it: a process of
 reward grades two episodes at a time, with a judge that takes half a second; one of agents plays
-eight episodes at a time, whose tools take a second. More processes wait for more at once.
+eight episodes at a time, whose tools take a second; a gateway serves eight turns at a time, for
+which the engine takes a second. More processes wait for more at once.
 """
 
 import asyncio
@@ -67,6 +68,7 @@ class Case(Struct, frozen=True, kw_only=True):
         written: Topic of what it does; each key is counted once.
         workload: Of the run.
         environ: Settings of the services.
+        players: Service that plays in place of the stand-in for agents; "": that one.
     """
 
     service: str
@@ -74,6 +76,7 @@ class Case(Struct, frozen=True, kw_only=True):
     written: topics.Topic
     workload: Workload
     environ: Mapping[str, str]
+    players: str = ""
 
 
 CASES = {
@@ -92,6 +95,23 @@ CASES = {
             _WORKLOAD, agents=8, play="scaling_work:play", task_source="scaling_work:task"
         ),
         environ={},
+    ),
+    "gateway": Case(
+        service="gateway",
+        ready="restored",
+        written=topics.DELIVERED_COMPLETIONS,
+        workload=msgspec.structs.replace(
+            _WORKLOAD, engine_s=1.0, play="scaling_work:talk", task_source="scaling_work:task"
+        ),
+        environ={
+            "FORGEMQ_GATEWAY_REQUESTS_MAX": "8",
+            # Those that wait are held until they are served, so that none is asked again.
+            "FORGEMQ_GATEWAY_REQUESTS_WAITING_MAX": "256",
+            "FORGEMQ_GATEWAY_LANE_HOLD_S": "60",
+            "FORGEMQ_GATEWAY_PEER_PORT": "0",
+        },
+        # Their clients ask again when a gateway goes.
+        players="agents",
     ),
 }
 
@@ -154,13 +174,16 @@ async def play(case: Case, *, folder: Path) -> tuple[Sequence[Window], Mapping[s
             case.service,
             case.workload,
             folder=folder,
-            left_out={case.service},
+            left_out={case.service, case.players},
             environ=case.environ,
         ) as system,
         asyncio.TaskGroup() as tasks,
     ):
         processes = Processes(case, system, tasks)
         await processes.start()
+        if case.players:
+            players = system.specs[case.players]
+            tasks.create_task(system.supervisor.keep(players, may_end=lambda: True))
         await _wait_for_first(system, case.written)
         await asyncio.sleep(case.workload.warm_up_s)
         windows = await _scaled(processes)

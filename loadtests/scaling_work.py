@@ -19,11 +19,16 @@ def task(seed: int, domain: str, k: int) -> dict[str, Any]:
 
 async def play(episode: Episode) -> None:
     """Two turns with a tool after each, which takes a second."""
+    await talk(episode, tool_s=TOOL_S)
+
+
+async def talk(episode: Episode, *, tool_s: float = 0.0) -> None:
+    """Two turns, without a tool unless it takes some time."""
     messages = [{"role": "user", "content": f"Talk about {episode.episode_id}."}]
     for _ in range(TURNS):
         completion = await episode.chat(messages)
         messages += [completion.message, {"role": "user", "content": "Go on."}]
-        await asyncio.sleep(TOOL_S)
+        await asyncio.sleep(tool_s)
     episode.result = {"turns": TURNS}
 
 
