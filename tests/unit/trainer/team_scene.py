@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from forgemq_trainer.core.attention.plan import Range
-from forgemq_trainer.core.team_plans import Team, query_ranges
-from forgemq_trainer.core.tree import Forest
+from forgemq_trainer.core.team_plans import Team
+from forgemq_trainer.core.tree import Forest, Integers
 
 
 def team_of(
@@ -34,3 +34,16 @@ def team_of(
         predicted_bytes=0,
         flops=(),
     )
+
+
+def query_ranges(costs: Integers, *, start: int, parts: int) -> tuple[Range, ...]:
+    """Contiguous ranges of about equal cost, at least one token each, from one token on."""
+    count, whole = len(costs), int(costs.sum())
+    before = np.cumsum(costs) - costs
+    bounds = [0]
+    for part in range(1, parts):
+        cut = int(np.searchsorted(before, whole * part // parts))
+        # At least one token for this range, and one for each range after it.
+        bounds.append(min(max(cut, bounds[-1] + 1), count - parts + part))
+    bounds.append(count)
+    return tuple((start + a, start + b) for a, b in itertools.pairwise(bounds))

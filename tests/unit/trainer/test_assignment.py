@@ -20,7 +20,7 @@ from forgemq_trainer.core.assignment import (
 )
 from forgemq_trainer.core.flops import flops_of_tree, forward_of
 from forgemq_trainer.core.memory import BLOCK_TOKENS_MIN, ModelShape, least_budget_bytes
-from forgemq_trainer.core.team_plans import Team, TeamPlans, query_ranges
+from forgemq_trainer.core.team_plans import Team, TeamPlans
 from forgemq_trainer.core.tree import Forest, read_tree
 from tests.unit.trainer.scene import SHAPE, agent_samples, line_of, make_sample, merge
 
@@ -199,18 +199,3 @@ def test_the_idle_share_counts_ranks_that_wait_in_a_pass_and_those_without_a_tea
     assert both.slowest == (4.0,)
     assert idle_share([both], world_size=4) == pytest.approx(1 - 9 / 16)
     assert idle_share([], world_size=4) == 0
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(1, 50), min_size=4, max_size=60), st.integers(1, 4))
-def test_query_ranges_cover_all_and_none_costs_a_token_more_than_its_share(
-    costs: list[int], parts: int
-) -> None:
-    ranges = query_ranges(np.array(costs), start=10, parts=parts)
-    assert ranges[0][0] == 10
-    assert ranges[-1][1] == 10 + len(costs)
-    assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
-    assert all(start < end for start, end in ranges)
-    share = sum(costs) / parts
-    for start, end in ranges:
-        assert end - start == 1 or sum(costs[start - 10 : end - 10]) <= share + 2 * max(costs)

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from forgemq_trainer.core.attention.plan import Range
 from forgemq_trainer.core.flops import gathered_weights, layer_weights
 from forgemq_trainer.core.memory import BLOCK_TOKENS_MIN, ModelShape
-from forgemq_trainer.core.microbatches import budget_refusal
 from forgemq_trainer.core.team_plans import Team, TeamPlans
 from forgemq_trainer.core.tree import Forest
 
@@ -110,9 +109,14 @@ def plan_rounds(
         ValueError: the budget is below the least that a group needs.
     """
     plans = TeamPlans(forests, shape=shape, budget_bytes=budget_bytes, head_chunk=head_chunk)
-    search = _Search(plans, shape=shape, world_size=world_size)
+    return rounds_of(plans, world_size=world_size)
+
+
+def rounds_of(plans: TeamPlans, *, world_size: int) -> tuple[Round, ...]:
+    """As `plan_rounds`, of a step whose FLOPs were counted before."""
+    search = _Search(plans, world_size=world_size)
     # A group without entries has no loss, hence no gradient.
-    trained = [group for group, forest in enumerate(forests) if forest.entry_count]
+    trained = [group for group, forest in enumerate(plans.forests) if forest.entry_count]
     at_once = tuple(group for group in trained if search.round((group,), count=1) is not None)
     planned = []
     for groups in _choices(plans, at_once, world_size=world_size):
@@ -123,11 +127,7 @@ def plan_rounds(
         planned.append((*search.at_once(groups), *in_blocks))
     if not planned:
         refused = next(g for g in trained if g not in at_once and search.in_blocks((g,)) is None)
-        raise ValueError(
-            budget_refusal(
-                forests[refused], shape=shape, budget_bytes=budget_bytes, head_chunk=head_chunk
-            )
-        )
+        raise ValueError(plans.refusal(refused))
     return search.best(planned)
 
 
@@ -184,10 +184,10 @@ def _halves(ranks: Range) -> tuple[Range, Range]:
 class _Search:
     """Looks for the rounds of the least duration."""
 
-    def __init__(self, plans: TeamPlans, *, shape: ModelShape, world_size: int) -> None:
+    def __init__(self, plans: TeamPlans, *, world_size: int) -> None:
         """Know the ranks, and the shape that decides what a pass costs."""
         self._plans = plans
-        self._shape = shape
+        self._shape = plans.shape
         self._world_size = world_size
 
     def best(self, choices: Sequence[tuple[Round, ...]]) -> tuple[Round, ...]:
@@ -253,10 +253,13 @@ class _Search:
         return self.round(groups, count=1)
 
     def _in_fewest_blocks(self, groups: tuple[int, ...]) -> Round | None:
-        count, last = 1, math.ceil(self._plans.tokens(groups) / BLOCK_TOKENS_MIN)
+        tokens = self._plans.tokens(groups)
+        count, last = 1, math.ceil(tokens / BLOCK_TOKENS_MIN)
         while count < last:
             # By an eighth at a time: a large tree has thousands of choices.
             count = min(last, count + 1 + count // 8)
+            if not self._plans.may_fit(tokens, ranges=count * self._world_size):
+                continue
             planned = self.round(groups, count=count)
             if planned is not None:
                 return planned

@@ -78,15 +78,20 @@ def flops(
 
 def forward_of(cost: Flops, shape: ModelShape) -> Flops:
     """The part of these operations that a forward is."""
-    weights, head = 2 / 6, 2 / 8
-    if shape.adapters is not None:
-        own, added = layer_weights(shape), shape.layers * shape.adapters.parameters
-        weights, head = (2 * own + 2 * added) / (4 * own + 6 * added), 2 / 6
+    weights, head = forward_shares(shape)
     return Flops(
         weights=cost.weights * weights,
         attention=cost.attention * 4 / 14,
         head=cost.head * head,
     )
+
+
+def forward_shares(shape: ModelShape) -> tuple[float, float]:
+    """The share that a forward has in the layers' products, and in the head's."""
+    if shape.adapters is None:
+        return 2 / 6, 2 / 8
+    own, added = layer_weights(shape), shape.layers * shape.adapters.parameters
+    return (2 * own + 2 * added) / (4 * own + 6 * added), 2 / 6
 
 
 def layer_weights(shape: ModelShape) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from forgemq_trainer.core.draft_memory import DraftShape
 from forgemq_trainer.core.layer_parts import COMMON_PARTS, EXPERT_KEPT, MLP_KEPT, LayerParts
 from forgemq_trainer.core.low_rank import AdapterShape
-from forgemq_trainer.core.peak import Peak
+from forgemq_trainer.core.peak import Peak, most_bytes
 from forgemq_trainer.core.spread_experts import ROWS_RATIO
 
 BLOCK_TOKENS_MIN = 64
@@ -180,17 +180,20 @@ class ModelShape:
         A draft head runs after that, on the decoder's output of all tokens: it is held until then,
         or offloaded if the tokens run in blocks.
         """
-        peaks = self._peaks(chunk, is_carried=is_carried, recomputed_layers=recomputed_layers)
-        return max(peak.bytes_of(tokens) for peak in peaks)
+        peaks = self.peaks(chunk, is_carried=is_carried, recomputed_layers=recomputed_layers)
+        return most_bytes(peaks, tokens)
 
     def block_tokens(
         self, free_bytes: int, *, chunk: int, is_carried: bool, recomputed_layers: int = 0
     ) -> int:
         """Tokens of the longest block whose `block_bytes` fit; 0 if no block fits."""
-        peaks = self._peaks(chunk, is_carried=is_carried, recomputed_layers=recomputed_layers)
+        peaks = self.peaks(chunk, is_carried=is_carried, recomputed_layers=recomputed_layers)
         return max(0, min(peak.tokens_in(free_bytes) for peak in peaks))
 
-    def _peaks(self, chunk: int, *, is_carried: bool, recomputed_layers: int) -> tuple[Peak, ...]:
+    def peaks(
+        self, chunk: int, *, is_carried: bool, recomputed_layers: int = 0
+    ) -> tuple[Peak, ...]:
+        """The peaks of `block_bytes`, for blocks of any length."""
         row = self.hidden * self.value_bytes
         held = 3 if is_carried or self.draft else 2
         kept = held * row + self.saved_bytes_per_token(

@@ -16,7 +16,7 @@ from forgemq_trainer.core.memory import (
     ModelShape,
     least_budget_bytes,
 )
-from forgemq_trainer.core.paths import path_ranges
+from forgemq_trainer.core.path_counts import path_counts
 from forgemq_trainer.core.tree import Forest
 
 KEPT_BLOCKS_RATIO = 2
@@ -141,12 +141,13 @@ class _PathBytes:
 def _path_bytes(
     forest: Forest, blocks: tuple[tuple[int, int], ...], *, shape: ModelShape, head_chunk: int
 ) -> _PathBytes:
-    size = max(end - start for start, end in blocks)
-    slots = max(int(forest.position_N[start]) + end - start for start, end in blocks)
-    stored = path_ranges(forest, [start for start, _ in blocks])
+    paths = path_counts(forest.position_N, [(block,) for block in blocks])
+    lengths = [end - start for start, end in blocks]
+    slots = max(map(sum, zip(paths.depth_KR[:, 0].tolist(), lengths, strict=True)))
+    live = shape.block_bytes(max(lengths), chunk=head_chunk, is_carried=True)
     return _PathBytes(
-        live=shape.block_bytes(size, chunk=head_chunk, is_carried=True) + shape.carry_bytes(slots),
-        stored=sum(end - start for start, end in stored) * shape.key_bytes_per_token,
+        live=live + shape.carry_bytes(slots),
+        stored=paths.stored() * shape.key_bytes_per_token,
     )
 
 

@@ -16,14 +16,15 @@ that. Keys that ranks of a team hand over go from one rank to another.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 
-from forgemq_trainer.core.assignment import Round, plan_rounds
-from forgemq_trainer.core.attention.path_trade import TeamPaths
+import numpy as np
+
+from forgemq_trainer.core.assignment import Round, rounds_of
 from forgemq_trainer.core.memory import ModelShape
 from forgemq_trainer.core.microbatches import KEPT_BLOCKS_RATIO
-from forgemq_trainer.core.team_plans import Team
-from forgemq_trainer.core.tree import Forest, joined
+from forgemq_trainer.core.path_counts import path_counts
+from forgemq_trainer.core.team_plans import Team, TeamPlans
+from forgemq_trainer.core.tree import Forest
 
 ABOUT_AS_LONG = 1.01
 """A plan that computes so many times as long as another one computes no more: teams differ."""
@@ -160,9 +161,7 @@ def plan_update(
     Raises:
         ValueError: the budget is below the least that a group needs.
     """
-    planned = partial(
-        plan_rounds, forests, shape=shape, world_size=grid.ranks, head_chunk=head_chunk
-    )
+    plans = TeamPlans(forests, shape=shape, budget_bytes=budget_bytes, head_chunk=head_chunk)
     best: UpdatePlan | None = None
     usual: tuple[Round, ...] = ()
     rounds: tuple[Round, ...] = ()
@@ -171,7 +170,7 @@ def plan_update(
         # Rounds that fit what is left of the budget stay as they are: to plan takes seconds.
         if best is None or _most_bytes(rounds) > left_bytes:
             try:
-                rounds = planned(budget_bytes=left_bytes)
+                rounds = rounds_of(plans.with_budget(left_bytes), world_size=grid.ranks)
             except ValueError:
                 if best is None:
                     raise
@@ -309,11 +308,12 @@ def _sent_bytes(
     team: Team, forests: Sequence[Forest], *, shape: ModelShape, is_trained: bool
 ) -> Iterator[tuple[int, int]]:
     """Of each rank of a team, keys, values and gradients handed over, and log-probabilities."""
-    forest = joined([forests[group] for group in team.groups])
-    paths = TeamPaths(forest, team.blocks, rank=0)
+    of_team = [forests[group] for group in team.groups]
+    paths = path_counts(np.concatenate([each.position_N for each in of_team]), team.blocks)
     of_token = 2 * shape.layers * shape.key_size
     # Log-probabilities and entropies of all entries, each from one of the ranks.
-    of_entries = 2 * 2 * _share(forest.entry_count * shape.wide_bytes, ranks=team.size)
+    entries = sum(each.entry_count for each in of_team)
+    of_entries = 2 * 2 * _share(entries * shape.wide_bytes, ranks=team.size)
     handed_over = zip(*paths.handed_over(is_trained=is_trained), strict=True)
     for rank, (keys, gradients) in enumerate(handed_over, start=team.ranks[0]):
         sent = of_token * (int(keys) * shape.value_bytes + int(gradients) * shape.wide_bytes)

@@ -13,6 +13,8 @@ Going forward, of a range's path
 Example: a chain of 12 tokens in blocks [0, 6) and [6, 12), on two ranks with 3 tokens of each. In
 the second block rank 0 runs [6, 9). It had [0, 3) itself and gets [3, 6) before. Rank 1 runs
 [9, 12): its path had [0, 3) live, its own [3, 6) moves there, and it gets [6, 9) within.
+
+`core.path_counts` counts these tokens, where the planner needs no more than their number.
 """
 
 from collections.abc import Sequence
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forgemq_trainer.core.attention.plan import Range
-from forgemq_trainer.core.paths import path_of, path_ranges
+from forgemq_trainer.core.paths import path_of
 from forgemq_trainer.core.tree import Forest, Integers
 
 
@@ -59,14 +61,14 @@ class TeamPaths:
         return path_of(self._forest, self.own(number)[0])
 
     def stored(self) -> Integers:
-        """Own tokens that lie on the path of a range and are not in the last block."""
-        forest = self._forest
-        is_on_path_N = np.zeros(forest.token_count, dtype=np.bool_)
-        for start, end in path_ranges(forest, self._starts.tolist()):
-            is_on_path_N[start:end] = True
-        own = [np.arange(*ranges[self._rank]) for ranges in self._blocks[:-1]]
-        tokens = np.concatenate([*own, np.zeros(0, dtype=np.int64)])
-        return np.asarray(tokens[is_on_path_N[tokens]])
+        """Own tokens that lie on the path of a range and are not in the last block.
+
+        Those are on the path of the next range, which begins where their own ends.
+        """
+        end_N = self._forest.subtree_end_N
+        own = [ranges[self._rank] for ranges in self._blocks[:-1]]
+        found = [start + np.flatnonzero(end_N[start:end] > end) for start, end in own]
+        return np.concatenate([*found, np.zeros(0, dtype=np.int64)])
 
     def before(self, number: int) -> Trade:
         """What is handed over between the forward of the previous block and of this one."""
@@ -79,19 +81,6 @@ class TeamPaths:
     def back(self, number: int) -> Trade:
         """What is handed over between the backward of the next block and of this one."""
         return self._trade(self._needed_back(number))
-
-    def handed_over(self, *, is_trained: bool) -> tuple[Integers, Integers]:
-        """Of each rank, tokens whose keys it hands over, and whose gradients it gives back.
-
-        Without a backward only what is handed over in the forward counts.
-        """
-        count = len(self._blocks)
-        forward = [self._needed_within(number) for number in range(count)]
-        forward += [self._needed_before(number) for number in range(1, count)]
-        back = [self._needed_back(number) for number in range(count - 1)] if is_trained else []
-        keys = sum(self._counts(needed).sum(axis=0) for needed in (*forward, *back))
-        gradients = sum(self._counts(needed).sum(axis=1) for needed in forward)
-        return np.asarray(keys), np.asarray(gradients) * is_trained
 
     def shared(self, number: int, rank: int | None = None) -> int:
         """How many tokens a rank's paths of this block and the next have in common.
@@ -122,13 +111,6 @@ class TeamPaths:
             path_of(self._forest, start)[self.shared(number, rank) :]
             for rank, (start, _) in enumerate(self._blocks[number])
         ]
-
-    def _counts(self, needed: Sequence[Integers]) -> Integers:
-        """Of the needed tokens of each rank (rows), those of each other rank (columns)."""
-        size = len(needed)
-        counts = np.stack([np.bincount(self._owner(each), minlength=size) for each in needed])
-        np.fill_diagonal(counts, 0)
-        return counts
 
     def _part(self, number: int, rank: int, *, start: int, end: int) -> Integers:
         path = path_of(self._forest, self._blocks[number][rank][0])
