@@ -13,6 +13,7 @@ from forgemq_trainer.core.assignment import Round, idle_share
 from forgemq_trainer.core.low_rank import merge_factors
 from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.reference import filled, read_logprobs, routeless
+from forgemq_trainer.core.remembered_plans import RememberedPlans
 from forgemq_trainer.core.rounds import (
     forward_backward_rounds,
     read_rounds,
@@ -67,6 +68,7 @@ class ShardedModel:
             shards=self._sharded.mesh.grid.shards,
             expert_ranks=configuration.trainer.expert_ranks,
         )
+        self._plans = RememberedPlans(self._new_plan)
         self._reference = _load_reference(configuration, ranks=ranks, device=device)
         shards = FsdpShards(ranks, self._sharded.mesh, dtype=self._dtype)
         self.updater = ShardedUpdater(self.module, configuration.optimizer, shards=shards)
@@ -79,7 +81,7 @@ class ShardedModel:
         Returns:
             On rank 0 the values of all entries; on the others those of their own.
         """
-        plan = self._planned(objective.forests)
+        plan = self._plans.of(objective.forests)
         self.idle_share = idle_share(plan.rounds, world_size=self._ranks.world_size)
         backwards = passes_of(plan.rounds).backwards
         with self._sharded.gathering.update(plan.kept, backwards=backwards):
@@ -104,7 +106,7 @@ class ShardedModel:
         return self._read(self._sharded, forests)
 
     def _read(self, sharded: ShardedPolicy, forests: Sequence[Forest]) -> list[Floats]:
-        plan = self._planned(forests)
+        plan = self._plans.of(forests)
         with sharded.gathering.reading(plan.kept):
             return read_rounds(
                 sharded.policy,
@@ -120,9 +122,9 @@ class ShardedModel:
         Raises:
             ValueError: The memory budget is below the least that one of them needs.
         """
-        return self._planned(forests).rounds
+        return self._plans.of(forests).rounds
 
-    def _planned(self, forests: Sequence[Forest]) -> UpdatePlan:
+    def _new_plan(self, forests: Sequence[Forest]) -> UpdatePlan:
         return plan_update(
             forests,
             shape=self.policy.shape,
