@@ -1,12 +1,9 @@
 """Ranks between which tokens travel to their experts compute the gradients of one rank."""
 
-import dataclasses
 import gc
 import itertools
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,21 +19,24 @@ from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.core.memory import Microbatch, ModelShape, least_budget_bytes
 from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.optimizer import Updater
-from forgemq_trainer.core.rounds import forward_backward_rounds, values_bytes, values_of
+from forgemq_trainer.core.reference import filled, routeless, with_references
+from forgemq_trainer.core.rounds import (
+    forward_backward_rounds,
+    read_rounds,
+    values_bytes,
+    values_of,
+)
 from forgemq_trainer.core.spread_experts import ROWS_RATIO, ExpertPeers
 from forgemq_trainer.core.step import Objective, forward_backward, group_loss_weights, merged
 from forgemq_trainer.core.team_plans import TeamPlans
+from forgemq_trainer.core.traffic import Kept
 from forgemq_trainer.core.tree import Forest, read_tree
-from forgemq_trainer.model import load_model, prepare
-from forgemq_trainer.ranks.alone import ALONE
+from forgemq_trainer.model import LoadedModel, prepare
 from forgemq_trainer.ranks.expert_groups import ExpertGroups
 from forgemq_trainer.ranks.rank_group import RankGroup
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.ranks.sharded_updater import ShardedUpdater
-from forgemq_trainer.ranks.sharding import FsdpShards, shard, whole_state
-from forgemq_trainer.storage.checkpoint import checkpoint_at
-from forgemq_trainer.storage.optimizer_state import RANDOM_STATE
-from tests.unit.trainer.rank_life import Life, live, restored
+from forgemq_trainer.ranks.sharding import FsdpShards, ShardedPolicy, shard, whole_state
 from tests.unit.trainer.rank_peak import least_peak_bytes, settled
 from tests.unit.trainer.rank_scene import (
     START_DEADLINE_S,
@@ -44,7 +44,7 @@ from tests.unit.trainer.rank_scene import (
     RankPair,
     RankProcesses,
 )
-from tests.unit.trainer.scene import agent_samples, make_model, merge, routed, save_base
+from tests.unit.trainer.scene import agent_samples, make_model, merge, routed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(START_DEADLINE_S + 2 * WORK_DEADLINE_S)]
 
@@ -73,6 +73,7 @@ class Case:
         routes: `recorded`, or `chosen` by the trainer's routers, or chosen by routers that prefer
             the `first` two experts, so that the first rank of a group gets all rows.
         dtype: That it computes in.
+        has_reference: True if the loss has a KL to another model, whose experts are spread too.
     """
 
     kind: str = "qwen3_moe"
@@ -80,6 +81,7 @@ class Case:
     plan: str = "own"
     routes: str = "recorded"
     dtype: torch.dtype = torch.float64
+    has_reference: bool = False
 
 
 def _forests(case: Case) -> list[Forest]:
@@ -109,12 +111,21 @@ def _model(case: Case) -> nn.Module:
     return model
 
 
-def _objective(case: Case) -> Objective:
-    forests = _forests(case)
+def _reference(case: Case) -> LoadedModel:
+    model = _model(case)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    model.requires_grad_(requires_grad=False)
+    return prepare(model)
+
+
+def _objective(case: Case, forests: Sequence[Forest]) -> Objective:
+    weight = 0.3 if case.has_reference else 0.0
     return Objective(
         forests=forests,
         loss_weights=group_loss_weights(forests, loss=Loss()),
-        loss=loss_function(Loss(ratio_cap=1.5)),
+        loss=loss_function(Loss(ratio_cap=1.5, reference_weight=weight)),
     )
 
 
@@ -159,11 +170,13 @@ class Seen:
 
 
 def _alone(case: Case) -> Seen:
-    model, objective = _model(case), _objective(case)
+    model, forests = _model(case), tuple(_forests(case))
     policy = prepare(model).policy
-    microbatches = plan_step(
-        objective.forests, shape=policy.shape, budget_bytes=10**9, head_chunk=CHUNK
-    )
+    microbatches = plan_step(forests, shape=policy.shape, budget_bytes=10**9, head_chunk=CHUNK)
+    if case.has_reference:
+        reference = _reference(case).policy
+        forests = with_references(reference, forests, microbatches, head_chunk=CHUNK)
+    objective = _objective(case, forests)
     values = forward_backward(policy, objective, microbatches, head_chunk=CHUNK)
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     norm = Updater(model, OPTIMIZER).update(lr=1e-2)
@@ -189,8 +202,10 @@ class CountingPeers:
         return self._peers.swap(own, given=given, taken=taken)
 
 
-def _planned_bytes(rounds: tuple[Round, ...], shape: ModelShape, *, world: int) -> int:
-    """Bytes of the rows that all ranks send in these rounds."""
+def _planned_bytes(
+    rounds: tuple[Round, ...], shape: ModelShape, *, world: int, is_read: bool = False
+) -> int:
+    """Bytes of the rows that all ranks send in these rounds, or to read without gradients."""
     found = 0
     for planned, rank in itertools.product(rounds, range(world)):
         team, count = planned.team_of(rank), planned.block_count
@@ -201,8 +216,9 @@ def _planned_bytes(rounds: tuple[Round, ...], shape: ModelShape, *, world: int) 
         found += row_bytes(
             shape,
             tokens=tokens,
-            forwards=1 if count == 1 else 2,  # Several blocks first run without gradient.
-            backwards=1,
+            # Several blocks first run without gradient.
+            forwards=1 if count == 1 or is_read else 2,
+            backwards=0 if is_read else 1,
             recomputed_layers=planned.recomputed_layers,
         )
     return found
@@ -221,15 +237,36 @@ def _has_parts(case: Case) -> bool:
     return case.routes == "first" and case.expert_ranks > ROWS_RATIO
 
 
-def _of_rank(ranks: Ranks, case: Case) -> Seen | None:
-    model, objective = _model(case), _objective(case)
+def _spread(ranks: Ranks, case: Case, loaded: LoadedModel) -> tuple[ShardedPolicy, CountingPeers]:
     groups = ExpertGroups(ranks, expert_ranks=case.expert_ranks)
     groups.peers = peers = CountingPeers(groups.peers)
-    sharded = shard(prepare(model), ranks=ranks, dtype=case.dtype, experts=groups)
+    return shard(loaded, ranks=ranks, dtype=case.dtype, experts=groups), peers
+
+
+def _with_references(
+    ranks: Ranks, case: Case, forests: list[Forest], rounds: tuple[Round, ...]
+) -> Sequence[Forest]:
+    """The forests with what the ranks read of them with the reference, if there is one."""
+    if not case.has_reference:
+        return forests
+    reference, peers = _spread(ranks, case, _reference(case))
+    with reference.gathering.reading(Kept.NOTHING):
+        read = read_rounds(
+            reference.policy, routeless(forests), rounds, peers=ranks, head_chunk=CHUNK
+        )
+    sent = int(ranks.all_reduce(torch.tensor(peers.sent_bytes)))
+    shape, world = reference.policy.shape, ranks.world_size
+    assert sent == _planned_bytes(rounds, shape, world=world, is_read=True)
+    return filled(forests, read)
+
+
+def _of_rank(ranks: Ranks, case: Case) -> Seen | None:
+    model, forests = _model(case), _forests(case)
+    sharded, peers = _spread(ranks, case, prepare(model))
     policy = sharded.policy
-    forests = list(objective.forests)
     rounds = _rounds(case, forests, policy.shape, ranks.world_size)
     _assert_planned(case, rounds, world=ranks.world_size)
+    objective = _objective(case, _with_references(ranks, case, forests, rounds))
     values = forward_backward_rounds(policy, objective, rounds, peers=ranks, head_chunk=CHUNK)
     everyones = ranks.gather_bytes(values_bytes(values))
     gradients = {}
@@ -250,7 +287,7 @@ def _of_rank(ranks: Ranks, case: Case) -> Seen | None:
     return Seen(gradients, trained, norm, merged([values_of(each) for each in everyones]).loss)
 
 
-def _worst(found: Tensors, expected: Tensors) -> float:
+def worst(found: Tensors, expected: Tensors) -> float:
     """Largest ||difference|| / ||expected||, with norms of at least a thousandth of the largest."""
     assert found.keys() == expected.keys()
     floor = 1e-3 * max(tensor.norm() for tensor in expected.values())
@@ -264,17 +301,18 @@ def _check(case: Case, processes: RankProcesses) -> None:
     found, *_ = processes.run(_of_rank, case)
     expected = _alone(case)
     bound = 1e-12 if case.dtype == torch.float64 else 1e-5
-    assert _worst(found.gradients, expected.gradients) <= bound
+    assert worst(found.gradients, expected.gradients) <= bound
     assert found.norm == pytest.approx(expected.norm, rel=bound)
     assert found.loss == pytest.approx(expected.loss, rel=max(bound, 1e-12))
     # Adam divides by the gradient, so what is rounding there decides signs in float32.
     if case.dtype == torch.float64:
-        assert _worst(found.weights, expected.weights) <= bound
+        assert worst(found.weights, expected.weights) <= bound
 
 
 def _name(case: Case) -> str:
     dtype = str(case.dtype).removeprefix("torch.")
-    return f"{case.kind}-{case.expert_ranks}-{case.plan}-{case.routes}-{dtype}"
+    near = "-reference" if case.has_reference else ""
+    return f"{case.kind}-{case.expert_ranks}-{case.plan}-{case.routes}-{dtype}{near}"
 
 
 ON_TWO = [
@@ -284,6 +322,7 @@ ON_TWO = [
     *(Case(kind, plan="recomputed") for kind in ("glm4_moe", "gpt_oss")),
     *(Case(kind, plan="blocks", routes="chosen") for kind in ("deepseek_v3", "minimax_m2")),
     Case(dtype=torch.float32, plan="recomputed"),
+    *(Case(plan=plan, has_reference=True) for plan in ("recomputed", "blocks")),
 ]
 ON_FOUR = [
     Case(expert_ranks=2, plan="recomputed"),
@@ -291,6 +330,8 @@ ON_FOUR = [
     *(Case("minimax_m2", expert_ranks=4, plan=p, routes="first") for p in ("recomputed", "blocks")),
     Case("deepseek_v3", expert_ranks=2, plan="recomputed", routes="first"),
     Case("gpt_oss", expert_ranks=4, plan="together", routes="chosen"),
+    Case("glm4_moe", expert_ranks=2, plan="own", has_reference=True),
+    Case("deepseek_v3", expert_ranks=4, plan="together", has_reference=True),
 ]
 
 
@@ -352,41 +393,3 @@ def test_the_rank_to_which_all_tokens_travel_holds_the_predicted_bytes(
     first, second = rank_pair.run(_peak, dtype, recomputed_layers)
     assert first[0] == pytest.approx(first[1], rel=0.03)
     assert second[0] < 0.6 * second[1]
-
-
-def _stored(life: Life, step: int) -> tuple[Tensors, Tensors]:
-    """Weights and optimizer state of a checkpoint, by the model's names."""
-    checkpoint = checkpoint_at(life.folder / f"trainer/checkpoints/step-{step:08d}", is_hashed=True)
-    state = {RANDOM_STATE: checkpoint.random_state(), **checkpoint.optimizer_state()}
-    return load_model(checkpoint.folder, dtype="float32").model.state_dict(), state
-
-
-def _assert_equal(found: Tensors, expected: Tensors) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-
-
-def test_a_checkpoint_continues_from_its_bytes_on_other_numbers_of_expert_ranks(
-    tmp_path: Path, rank_pair: RankPair, four_ranks: RankProcesses
-) -> None:
-    """One rank; two with half of the experts each; four with a half, then with a quarter each."""
-    changing, alone = (Life(tmp_path / name, (0,), is_routed=True) for name in ("many", "one"))
-    for life in (changing, alone):
-        save_base(life.folder / "base", kind="qwen3_moe")
-    live(ALONE, changing)
-    expected = live(ALONE, dataclasses.replace(alone, steps=(0, 1, 2, 3)))
-    more = (1, rank_pair, 2), (2, four_ranks, 2), (3, four_ranks, 4)
-    for step, processes, expert_ranks in more:
-        life = dataclasses.replace(changing, steps=(step,), expert_ranks=expert_ranks)
-        weights, state = _stored(life, step - 1)
-        (version, found_state), *_ = processes.run(restored, life)
-        assert version.weights is not None
-        _assert_equal(version.weights, weights)
-        _assert_equal(found_state, state)
-        shutil.rmtree(life.folder / "again")
-        (seen,), *_ = processes.run(live, life)
-        assert seen.loss_tokens == expected[step].loss_tokens
-        assert seen.grad_norm == pytest.approx(expected[step].grad_norm, rel=1e-3)
-    ours, theirs = (_stored(life, 3)[0] for life in (changing, alone))
-    assert _worst(ours, theirs) <= 1e-4
