@@ -84,11 +84,11 @@ class Attachment:
     def want(self, *, is_wanted: bool) -> None:
         """Let the lane serve, or let it drain: it takes no request, and its weights stay new.
 
-        A load that is under way ends first. A trainer that reads of a lane that does not serve
-        leaves it, and the requests in the engine would stand still until the transfer's deadline.
+        A load that has reached the engine ends first. A trainer that reads of a lane that does not
+        serve leaves it, and the requests there would stand still until the transfer's deadline.
         """
         self._is_wanted = is_wanted
-        if not self._is_loading:
+        if not self._is_changing:
             self._reports.allow(is_wanted=is_wanted)
 
     def notify_published(self) -> None:
@@ -238,6 +238,11 @@ class Attachment:
             self._is_loading = False
             self._reports.allow(is_wanted=self._is_wanted)
 
+    @property
+    def _is_changing(self) -> bool:
+        """Whether a load or a join is under way in the engine itself."""
+        return self._is_loading and not self._loader.is_fetching
+
     async def _watch_engine(self) -> None:
         """Check the engine until it is lost.
 
@@ -250,7 +255,7 @@ class Attachment:
                 async with asyncio.timeout(self._settings.heartbeat_s):
                     await self._suspected.wait()
             self._suspected.clear()
-            if self._is_loading:
+            if self._is_changing:
                 # A load has its own deadlines, and the engine may not answer during one.
                 continue
             try:
@@ -270,7 +275,7 @@ class Attachment:
         await self._engine.check_health(timeout_s=self._settings.health_timeout_s)
         served = self._weights.served
         name = (await self._engine.model_info()).weight_version
-        if not self._is_loading and served == self._weights.served:
+        if not self._is_changing and served == self._weights.served:
             expected = served.weights.name
             if name != expected:
                 raise EngineUnreachableError(f"restarted: its weights are {name}, were {expected}")

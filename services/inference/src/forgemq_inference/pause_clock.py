@@ -15,6 +15,11 @@ class PauseClock:
         self._since_s: float | None = None
 
     @property
+    def is_paused(self) -> bool:
+        """Whether a pause is going on."""
+        return self._since_s is not None
+
+    @property
     def total_s(self) -> float:
         """All pauses, the present one up to now."""
         present_s = 0.0 if self._since_s is None else time.monotonic() - self._since_s

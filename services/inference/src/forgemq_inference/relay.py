@@ -5,6 +5,7 @@ them on to the next lane meanwhile (`forgemq_weight_relay`).
 """
 
 import asyncio
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,10 +52,12 @@ class RelayedWeights:
 
     async def folders(self, published: PublishedWeights) -> RelayedFolders:
         """The published weights, waited for until their deadline or until others are newer."""
-        key = WeightsKey(published.lineage, published.version)
+        key, started_s = WeightsKey(published.lineage, published.version), time.monotonic()
         copy = await asyncio.to_thread(self.receiver.wait, key, timeout_s=published.deadline_s)
         if copy is None:
-            return RelayedFolders(failure=f"not whole within {published.deadline_s:.1f} s")
+            waited_s = time.monotonic() - started_s
+            failure = f"not whole after {waited_s:.1f} s of {published.deadline_s:.1f} s"
+            return RelayedFolders(failure=failure)
         policy = _folder(copy, "policy", sha256=published.sha256)
         if policy is None:
             return RelayedFolders(failure="the relay brought other bytes than were published")

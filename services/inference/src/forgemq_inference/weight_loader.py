@@ -34,6 +34,7 @@ from forgemq_inference.durable import Copies, DurableCopyError
 from forgemq_inference.engine import BucketPlace, EngineError, EngineRefusedError
 from forgemq_inference.engine_pair import LaneEngine
 from forgemq_inference.fast_path_receipt import Receipt, ReceivedSession
+from forgemq_inference.fetching import Fetching, Folders
 from forgemq_inference.head_payloads import head_payloads
 from forgemq_inference.pause_clock import PauseClock
 from forgemq_inference.read_back import ParameterReadBack
@@ -70,13 +71,6 @@ class _Loaded(Struct, frozen=True, kw_only=True):
     paused_s: float
 
 
-class _Folders(Struct, frozen=True, kw_only=True):
-    """Where durable copies lie: the policy's, and the head's if the engine needs one."""
-
-    policy: FilePath
-    head: tuple[PublishedHead, FilePath] | None = None
-
-
 class WeightLoader:
     """Carries out the loads that `WeightsState` decides on; one at a time.
 
@@ -101,10 +95,16 @@ class WeightLoader:
         self._state = state
         self._copies = copies
         self._relayed = relayed
+        self._fetching = Fetching(state, copies=copies, relayed=relayed, telemetry=telemetry)
         self._read_back = read_back
         self._pauses = pauses
         self._durable_timeout_s = durable_timeout_s
         self._telemetry = telemetry
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether the load under way only fetches files, while the engine generates."""
+        return self._fetching.is_under_way and not self._pauses.is_paused
 
     def note_published(self) -> None:
         """Note that newer weights are published: older ones are not waited for any longer."""
@@ -163,7 +163,7 @@ class WeightLoader:
 
     async def _load_durable(self, published: PublishedWeights) -> _Loaded:
         # Before the pause: it may be a download of minutes.
-        folders = await self._folders(published)
+        folders = await self._fetching.durable(published)
         paused_s = self._pauses.total_s
         await self._pause(timeout_s=self._durable_timeout_s)
         await self._load_folders(published, folders)
@@ -173,19 +173,14 @@ class WeightLoader:
 
     async def _load_relayed(self, published: PublishedWeights) -> _Loaded | None:
         """Wait for the relay while the engine generates, then swap."""
-        found = await self._relayed.folders(published)
-        if found.policy is None:
+        folders = await self._fetching.relayed(published)
+        if isinstance(folders, str):
             if self._state.is_replaced(published):
                 return None
-            self._note_relay_failure(published, found.failure)
+            self._note_relay_failure(published, folders)
             self._state.note_failed(published)
             newer = self._state.durable_load()
             return None if newer is None else await self._load_durable(newer.published)
-        head = self._state.missing_head(published)
-        if head is not None and head == published.head and found.head is not None:
-            folders = _Folders(policy=found.policy, head=(head, found.head))
-        else:
-            folders = _Folders(policy=found.policy, head=await self._missing_head(published))
         leave_out = await self._read_back.prepare(published)
         paused_s = self._pauses.total_s
         await self._pause(timeout_s=self._durable_timeout_s)
@@ -213,7 +208,7 @@ class WeightLoader:
         durable = self._state.durable
         if durable is None:
             raise DurableCopyError(f"{_name(published)} failed, and nothing durable is published")
-        await self._load_folders(durable, await self._folders(durable))
+        await self._load_folders(durable, await self._fetching.durable(durable))
         return durable
 
     async def _confirm(
@@ -313,27 +308,7 @@ class WeightLoader:
             ReceivedSession(selector="draft", tensors=head, final_name=name),
         )
 
-    async def _folders(self, published: PublishedWeights) -> "_Folders":
-        policy = await self._copies.policies.folder(published)
-        return _Folders(policy=policy, head=await self._missing_head(published))
-
-    async def _missing_head(
-        self, published: PublishedWeights
-    ) -> tuple[PublishedHead, FilePath] | None:
-        """The durable copy of the head that the engine lacks; None if it lacks none."""
-        head = self._state.missing_head(published)
-        if head is None:
-            return None
-        try:
-            return head, await self._copies.heads.folder(head)
-        except DurableCopyError as error:
-            if head == published.head:
-                raise
-            # The head of an older version, whose copy may be deleted: the next one comes soon.
-            self._telemetry.event("head_not_loaded", sha256=head.sha256, error=str(error))
-            return None
-
-    async def _load_folders(self, published: PublishedWeights, folders: "_Folders") -> None:
+    async def _load_folders(self, published: PublishedWeights, folders: Folders) -> None:
         name = _name(published)
         self._state.note_broken()
         named = BROKEN_NAME if folders.head else name
