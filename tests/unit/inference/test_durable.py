@@ -1,11 +1,16 @@
 """Durable copies are checked; one in a folder is read in place, a remote one is downloaded."""
 
+import asyncio
 import hashlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from forgemq_contracts.weights import PublishedWeights
 from forgemq_inference.durable import DurableCopies, DurableCopyError, file_sha256
@@ -72,6 +77,59 @@ async def test_a_broken_download_is_refused_and_downloaded_again(
         await copies.folder(wanted)
     store.pipe_file("/weights/model.safetensors", whole)
     assert ((await copies.folder(wanted)) / "model.safetensors").read_bytes() == whole
+
+
+@pytest.mark.parametrize("left", [b"", None])
+async def test_a_damaged_copy_in_the_cache_is_downloaded_again(
+    remote: str, trained: Path, tmp_path: Path, left: bytes | None
+) -> None:
+    """As a machine that lost its power may leave it; another process of the lane finds it."""
+    wanted = published(remote, trained)
+    weights = await DurableCopies(tmp_path / "cache").folder(wanted) / "model.safetensors"
+    whole = weights.read_bytes()
+    if left is None:
+        weights.unlink()
+    else:
+        weights.write_bytes(left)
+    again = await DurableCopies(tmp_path / "cache").folder(wanted)
+    assert (again / "model.safetensors").read_bytes() == whole
+
+
+class _Slow(MemoryFileSystem):
+    """The store in memory, from which files come once they may."""
+
+    protocol = "slow"
+    asked = SimpleQueue[str]()
+    may_come = threading.Event()
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> Any:
+        return super()._strip_protocol(path.replace("slow:", "memory:"))
+
+    def get_file(self, rpath: str, lpath: str, **options: Any) -> None:
+        self.asked.put(Path(rpath).name)
+        self.may_come.wait(30.0)
+        super().get_file(rpath, lpath, **options)
+
+
+@pytest.mark.wall_clock
+async def test_a_download_whose_caller_left_is_not_begun_again_beside_itself(
+    remote: str, trained: Path, tmp_path: Path
+) -> None:
+    """As of an engine that is lost, and back while the files of its load still come."""
+    fsspec.register_implementation("slow", _Slow, clobber=True)
+    copies = DurableCopies(tmp_path / "cache")
+    wanted = published(remote.replace("memory:", "slow:"), trained)
+    first = asyncio.create_task(copies.folder(wanted))
+    assert await asyncio.to_thread(_Slow.asked.get, timeout=30.0) == "config.json"
+    first.cancel()
+    second = asyncio.create_task(copies.folder(wanted))
+    await asyncio.wait([second], timeout=0.5)
+    _Slow.may_come.set()
+    folder = await second
+    assert [_Slow.asked.get() for _ in range(_Slow.asked.qsize())] == ["model.safetensors"]
+    whole = (trained / "model.safetensors").read_bytes()
+    assert (folder / "model.safetensors").read_bytes() == whole
 
 
 @pytest.mark.parametrize("uri", ["/nonexistent", "memory://nonexistent"])

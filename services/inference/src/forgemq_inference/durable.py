@@ -11,7 +11,9 @@ import hashlib
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -51,6 +53,8 @@ class DurableCopies:
         """Note the cache folder, which nobody else uses; a download makes it."""
         self._cache = cache
         self._verified_sha256 = ""
+        # A download whose caller was cancelled goes on in its thread; the next one waits for it.
+        self._one_at_a_time = threading.Lock()
 
     async def tensors(self, published: Published) -> tuple[TensorSpec, ...]:
         """Names, dtypes and shapes of the weights, sorted by name.
@@ -69,6 +73,10 @@ class DurableCopies:
         return await asyncio.to_thread(self._folder, published)
 
     def _folder(self, published: Published) -> Path:
+        with self._one_at_a_time:
+            return self._found_folder(published)
+
+    def _found_folder(self, published: Published) -> Path:
         for left in self._cache.glob(f"*{_PARTIAL}"):  # By a process that was killed.
             shutil.rmtree(left, ignore_errors=True)
         try:
@@ -118,9 +126,11 @@ class DurableCopies:
     def _cached(self, sha256: str, make: Callable[[Path], None]) -> Path:
         """The folder of these weights in the cache, made if it is not there."""
         target = self._cache / sha256
-        if target.exists():
+        # A machine that lost its power may have kept the name of a copy and not its bytes.
+        with suppress(DurableCopyError, FileNotFoundError):
             os.utime(target)
             return self._checked(target, sha256)
+        shutil.rmtree(target, ignore_errors=True)
         partial = self._cache / f"{sha256}{_PARTIAL}"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
