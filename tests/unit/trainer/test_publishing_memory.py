@@ -1,23 +1,15 @@
 """What publishing a version takes of memory is a metric."""
 
-import asyncio
 import io
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from forgemq_bus.blobs import BlobStore
-from forgemq_bus.memory import MemoryLog
-from forgemq_contracts.run import StartedRun
-from forgemq_shell.service import Context
 from forgemq_telemetry.telemetry import Telemetry
 from forgemq_trainer.fast_path import FastPaths
-from forgemq_trainer.previous_lives import TrainerLife
-from forgemq_trainer.publisher import EnginePaths, Publisher
-from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.storage.weights import SavedVersion, WeightsFolder
 from forgemq_trainer.transfer_deadline import TransferDeadline
-from tests.small_run import small_run
+from tests.unit.trainer.publisher_scene import publishing
 
 COPIED_BYTES = 192_000_000
 
@@ -53,28 +45,10 @@ class KeptGauges:
 
 
 async def test_copies_of_a_broadcast_are_counted(tmp_path: Path) -> None:
-    gauges, log = KeptGauges(), MemoryLog(run="r")
+    gauges = KeptGauges()
     telemetry = Telemetry(service="trainer", exporter=gauges, stream=io.StringIO())  # type: ignore[arg-type]
-    started = StartedRun(
-        run="r", configuration=small_run(group_partitions=1), blobs=str(tmp_path), started_ms=0
-    )
-    context = Context(
-        started=started,
-        log=log,
-        blobs=BlobStore(str(tmp_path), run="r"),
-        telemetry=telemetry,
-        stop=asyncio.Event(),
-        environ={},
-    )
-    life = TrainerLife(
-        lineage=1, claim=await log.transaction_writer("trainer"), writer=await log.writer()
-    )
     paths = CopyingPaths(host="127.0.0.1", backend="gloo", deadline=TransferDeadline(1.0, 1e9))
     weights = WeightsFolder(folder=tmp_path, uri=str(tmp_path), sha256="", size_bytes=0)
-    async with asyncio.TaskGroup() as tasks:
-        settings = TrainerSettings(folder=str(tmp_path))
-        publisher = Publisher(
-            context, settings, life=life, paths=EnginePaths(broadcasts=paths), tasks=tasks
-        )
+    async with publishing(tmp_path, paths, telemetry=telemetry) as publisher:
         await publisher._send((), SavedVersion(version=1, weights=weights))
     assert gauges.values == {"trainer.copied_bytes": COPIED_BYTES}

@@ -228,15 +228,20 @@ class Publisher:
     def observe_engine(self, report: ReportedEngine, *, at_s: float) -> None:
         """Note a lane's report; stop waiting for a lane that leaves."""
         self._lanes.observe(report, at_s=at_s)
-        if not report.is_serving and self._broadcasts is not None:
-            self._broadcasts.give_up(report.lane)
+        if not report.is_serving:
+            self._give_up(report.lane, report.epoch)
 
     def observe_loaded(self, loaded: LoadedWeights) -> None:
         """Stop waiting for a lane that has loaded the newest weights from their durable copy."""
         # A lane that loaded them by the fast path is still in the transfer, which ends by itself.
         has_newest = (loaded.lineage, loaded.version) >= (self._life.lineage, self._version)
-        if has_newest and loaded.path != "fast" and self._broadcasts is not None:
-            self._broadcasts.give_up(loaded.lane)
+        if has_newest and loaded.path != "fast":
+            self._give_up(loaded.lane, loaded.epoch)
+
+    def _give_up(self, lane: int, epoch: int) -> None:
+        """Stop waiting for a lane, by its own words and not by those of a process before it."""
+        if self._broadcasts is not None and not self._lanes.is_replaced(lane, epoch):
+            self._broadcasts.give_up(lane)
 
     def give_up_lapsed(self, *, at_s: float) -> None:
         """Stop waiting for lanes that stopped reporting or restarted under another epoch."""

@@ -19,6 +19,11 @@ class LiveLanes:
         if self._liveness.observe(report, at_ms=round(at_s * 1000)):
             self._reports[report.lane] = report
 
+    def is_replaced(self, lane: int, epoch: int) -> bool:
+        """Whether another process has the lane, under a newer epoch than this."""
+        report = self._reports.get(lane)
+        return report is not None and report.epoch > epoch
+
     def live(self, *, at_s: float) -> Mapping[int, int]:
         """Lane -> epoch of the live lanes."""
         return {lane.lane: lane.epoch for lane in self._liveness.live(round(at_s * 1000))}
