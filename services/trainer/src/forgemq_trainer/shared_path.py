@@ -55,7 +55,8 @@ class SharedPath:
     """The process group of all lanes.
 
     `offer_group` and `form` make a group; then `offer` and `send` for each version, as of
-    `FastPaths`. Only one of `form` and `send` runs at a time.
+    `FastPaths`. Only one of `form` and `send` runs at a time, in a thread of its own; both may
+    change which group there is between two lines of all others.
 
     Example: lanes 0 and 1 have an engine of one and one of two processes: world size 4, ranks 1,
     and 2 to 3. Lane 1 dies in the middle of a version: `send` says so for both, and the group is
@@ -88,12 +89,14 @@ class SharedPath:
     @property
     def group_name(self) -> str:
         """Of the group that is formed; "" if none is."""
-        return "" if self._formed is None else self._formed.group.name
+        shared = self._formed
+        return "" if shared is None else shared.group.name
 
     @property
     def members(self) -> tuple[GroupMember, ...]:
         """Of the group that is formed."""
-        return () if self._formed is None else self._formed.members
+        shared = self._formed
+        return () if shared is None else shared.members
 
     def offer_group(
         self, members: Collection[GroupMember], *, prefix: str, lineage: int
@@ -187,11 +190,12 @@ class SharedPath:
 
     def give_up(self, lane: int) -> None:
         """Note that a lane has the weights, or is gone; without any lane a transfer is over."""
-        if not self._is_sending or self._formed is None:
+        shared = self._formed
+        if not self._is_sending or shared is None:
             return
         self._given_up.add(lane)
-        if self._given_up >= {each.lane for each in self.members}:
-            self._formed.group.give_up()
+        if self._given_up >= {each.lane for each in shared.members}:
+            shared.group.give_up()
 
     def keep_only(self, lanes: Mapping[int, int]) -> None:
         """Give up every lane that is not among these, or has another epoch (lane -> epoch).
@@ -201,15 +205,16 @@ class SharedPath:
         for member in self.members:
             if lanes.get(member.lane) != member.epoch:
                 self.give_up(member.lane)
-        if self._forming is not None:
-            members = self._forming.members
+        forming = self._forming
+        if forming is not None:
+            members = forming.members
             self._left |= {each for each in members if lanes.get(each.lane) != each.epoch}
 
     def drop(self) -> None:
         """Forget the group; idempotent."""
-        if self._formed is not None:
-            self._formed.group.give_up()
-            self._formed = None
+        shared, self._formed = self._formed, None
+        if shared is not None:
+            shared.group.give_up()
 
     def close(self) -> None:
         """Drop the group and wait, a few seconds at most, for a transfer to end."""
