@@ -81,8 +81,8 @@ advisories: $(STAMP)  ## Look the locked packages up in PyPI's advisory database
 contracts: $(STAMP)  ## Generate schemas and AsyncAPI from the structs
 	@$(BIN)/python -m forgemq_contracts.generate
 
-load: $(STAMP)  ## Run one load test: NAME=<file without .py> JSON=<file>
-	@KINETO_LOG_LEVEL=99 $(BIN)/python loadtests/$(NAME).py $(if $(JSON),--json $(JSON))
+load: $(STAMP)  ## Run one load test: NAME=<file without .py> CASE=<one of its cases> JSON=<file>
+	@KINETO_LOG_LEVEL=99 $(BIN)/python loadtests/$(NAME).py $(if $(CASE),--case "$(CASE)") $(if $(JSON),--json $(JSON))
 
 images:  ## Build the container images: NAME=<one> builds it alone, TAG=<tag>, BASE=<base image>
 	@TAG=$(TAG) BASE=$(BASE) deploy/images/build.sh $(NAME)

@@ -36,7 +36,11 @@ class Measurement:
         self.rows.append((case, metric, value, unit))
 
     def finish(self, json_path: str | None) -> int:
-        """Print the table and write the JSON; returns 1 if a value is beyond its threshold."""
+        """Print the table and write the JSON.
+
+        Returns:
+            The exit status: 1 if a value is beyond its threshold, 2 if nothing was measured.
+        """
         self.conditions |= {
             "cores": str(self.cores),
             "machine": platform.machine(),
@@ -45,6 +49,9 @@ class Measurement:
         sys.stdout.write(self.table())
         if json_path:
             Path(json_path).write_text(json.dumps(self.document(), indent=2) + "\n")
+        if not self.rows:
+            sys.stdout.write("nothing was measured: there is no such case\n")
+            return 2
         broken = self.broken_thresholds()
         for line in broken:
             sys.stdout.write(f"beyond its threshold: {line}\n")

@@ -9,7 +9,9 @@ The second token of a chain is guessed from the head's own state.
 tokens that a pass of the policy gives, over the completions of one version: of version 0, and over
 those of the last versions that sampled `PASSES_MIN` passes together. Then the demo again, with a
 head that was trained as in `offline` and stays as it is while the policy learns: `frozen`. Then
-without any: `plain`. `success` is the share of held-out tasks solved after the last step.
+without any: `plain`. `success` is the share of held-out tasks solved after the last step. A run
+that has ended is read from its folder and not played again: after a change of the code delete
+`runs/speculation-*` first.
 
     make load NAME=speculation JSON=speculation.json      # about an hour on two cores
 """

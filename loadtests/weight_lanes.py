@@ -7,7 +7,7 @@ import asyncio
 import io
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from forgemq_contracts.weights import PublishedWeights, RelayedLane, Rendezvous
@@ -164,16 +164,14 @@ class Trainer:
 
     async def broadcast_to_all(self, lanes: Sequence[Lane]) -> Update:
         """Broadcast the next version through the one group of all lanes."""
-        written = _written_bytes()
-        update = await self._broadcast(self.shared, lanes)
-        return replace(update, sent_bytes=_written_bytes() - written)
+        return await self._broadcast(self.shared, lanes)
 
     async def _broadcast(self, paths: FastPaths | SharedPath, lanes: Sequence[Lane]) -> Update:
         weights = self._next()
         offers = paths.offer({lane.number: 1 for lane in lanes}, prefix=_RUN)
         published = self._published(weights, fast_paths=offers)
         file = weights.folder / "model.safetensors"
-        started_s = time.monotonic()
+        started_s, written_bytes = time.monotonic(), _written_bytes()
         async with asyncio.TaskGroup() as tasks:
             sending = tasks.create_task(asyncio.to_thread(paths.send, offers, file))
             loads = [tasks.create_task(lane.load(published)) for lane in lanes]
@@ -184,7 +182,7 @@ class Trainer:
             served_s=served_s,
             transfer_s=served_s,
             pause_s=max(load.result().paused_s for load in loads),
-            sent_bytes=weights.size_bytes * len(lanes),
+            sent_bytes=_written_bytes() - written_bytes,
         )
 
     def _next(self) -> WeightsFolder:

@@ -13,12 +13,14 @@ until the last lane has all files, `pause_s` the longest pause of an engine by r
 `pause_over_transfer` their ratio. `pause_over_broadcast` compares `pause_s` with the pause by
 broadcast in the same rounds, and `shared_pause_over_broadcast` the one through the group of all
 lanes: a broadcast is nearly all pause, so that its own ratio to the transfer says nothing.
-`bytes_sent_over_one_lane` is what the trainer sends by relay over the bytes of one copy, and
-`shared_bytes_sent_over_one_lane` what this process writes for a version through the one group, by
-the kernel's count: Gloo's root sends a copy for each level of a binomial tree. `shared_form_s` is
-how long the group takes to form, while the engines generate.
+`bytes_sent_over_one_lane` is what the trainer sends by relay over the bytes of one copy;
+`broadcast_bytes_sent_over_one_lane` and `shared_bytes_sent_over_one_lane` are what this process
+writes for a version by the other two ways, by the kernel's count: a copy for each lane, and a copy
+for each level of the binomial tree of Gloo's one group. `shared_form_s` is how long the group takes
+to form, while the engines generate.
 
     make load NAME=weight_update JSON=weight_update.json      # 15 minutes on two cores
+    make load NAME=weight_update CASE=engines_3
 """
 
 import asyncio
@@ -71,8 +73,9 @@ async def measure_engines(measurement: Measurement, cases: Sequence[int], folder
             measurement.row(name, "shared_form_s", form_s, "s")
             _rows(measurement, name, relays, size_bytes=trainer.size_bytes)
             pause_rows(measurement, name, relays=relays, broadcasts=broadcasts, shared=shared)
-            sent = statistics.median(each.sent_bytes for each in shared) / trainer.size_bytes
-            measurement.row(name, "shared_bytes_sent_over_one_lane", sent, "x")
+            for way, updates in (("broadcast", broadcasts), ("shared", shared)):
+                sent = statistics.median(each.sent_bytes for each in updates) / trainer.size_bytes
+                measurement.row(name, f"{way}_bytes_sent_over_one_lane", sent, "x")
         trainer.broadcasts.close()
         trainer.shared.close()
         for lane in lanes:
@@ -179,6 +182,9 @@ def main() -> int:
     measurement = Measurement(
         name="weight_update",
         question="How long do engines stand still for new weights, and what is sent for it?",
+    )
+    measurement.conditions["metrics"] = (
+        "by relay; broadcast_: a group for each lane, the default of a run; shared_: one group"
     )
 
     def is_wanted(case: str) -> bool:

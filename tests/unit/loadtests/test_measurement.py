@@ -24,6 +24,11 @@ def test_a_value_below_the_least_is_broken(value, is_broken):
     assert lines == (["A flop_ratio_reached = 0.5, at least 0.92"] if is_broken else [])
 
 
+def test_a_case_that_there_is_not_is_no_success(capsys):
+    assert Measurement(name="routing", question="?").finish(None) == 2
+    assert capsys.readouterr().out.endswith("nothing was measured: there is no such case\n")
+
+
 def test_no_threshold_is_a_rate_or_a_time():
     thresholds = tomllib.loads(THRESHOLDS.read_text())
     metrics = {m for cases in thresholds.values() for row in cases.values() for m in row}
