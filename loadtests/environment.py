@@ -14,7 +14,6 @@ A run that was played before is read again. `--case NAME` plays and shows this c
 """
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 from measurement import Measurement, parser_of
-from played_runs import CURVES, curve_of, folder_of, play, report_of
+from played_runs import CURVES, curve_of, play_or_stop, report_of
 
 RUN_FILE = "deploy/environments/run.toml"
 # Fixed before the first run, so that no seed is chosen by its result.
@@ -49,17 +48,6 @@ def settings_of(case: str, seed: int) -> tuple[str, ...]:
 def name_of(case: str, seed: int) -> str:
     """The name of a run, and of its curve."""
     return f"environment-{case}-{seed}"
-
-
-def played(name: str, *settings: str) -> Path:
-    """Play a run to its end, or until somebody stops it; returns its folder."""
-    try:
-        return play(name, RUN_FILE, *settings)
-    except subprocess.CalledProcessError:
-        folder = folder_of(name)
-        if not (folder / "report.json").exists():
-            raise
-        return folder
 
 
 def draw(folders: dict[tuple[str, int], Path]) -> None:
@@ -89,7 +77,7 @@ def main() -> int:
         conditions={"run": f"{RUN_FILE} {' '.join(SETTINGS)}"},
     )
     folders = {
-        (case, seed): played(name_of(case, seed), *settings_of(case, seed))
+        (case, seed): play_or_stop(name_of(case, seed), RUN_FILE, *settings_of(case, seed))
         for seed in seeds
         for case in cases
     }

@@ -36,6 +36,17 @@ def play(run: str, run_file: str, *overrides: str) -> Path:
     return folder
 
 
+def play_or_stop(run: str, run_file: str, *overrides: str) -> Path:
+    """Play a run to its end, or until `forgemq stop` ends it with a report; returns its folder."""
+    try:
+        return play(run, run_file, *overrides)
+    except subprocess.CalledProcessError:
+        folder = folder_of(run)
+        if not (folder / "report.json").exists():
+            raise
+        return folder
+
+
 def judge(run: str, model: str, run_file: str, *overrides: str, domain: str, samples: int) -> Path:
     """Play held-out tasks of a model, without a trainer, unless that was done before."""
     folder = folder_of(run)
@@ -53,9 +64,10 @@ def report_of(folder: Path) -> dict[str, Any]:
 
 
 def curve_of(folder: Path) -> list[tuple[int, float]]:
-    """(step, success on training tasks) of each step of a run."""
+    """(step, success on training tasks) of each step of a run, by the last line of each."""
     rows = [json.loads(line) for line in (folder / "curves.jsonl").read_text().splitlines()]
-    return [(row["step"], row["success"]) for row in rows if row.get("success") is not None]
+    newest = {row["step"]: row.get("success") for row in rows}
+    return [(step, success) for step, success in sorted(newest.items()) if success is not None]
 
 
 def graded_episodes(folder: Path) -> Sequence[EpisodeRow]:

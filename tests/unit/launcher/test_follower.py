@@ -35,6 +35,7 @@ from forgemq_launcher.records.run_topics import create_topics, last_trained_step
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
 from forgemq_run_view.view import RunView
 from forgemq_shell.records import emit_of
+from forgemq_telemetry.curves import read_curves
 from tests.unit.run_view.synthetic import DOMAIN, SyntheticRun, configuration, started
 
 SHOWN = PanelView(
@@ -268,6 +269,31 @@ def test_curves_are_written_once_also_over_restarts(tmp_path):
         writer.close()
     lines = [json.loads(text) for text in (tmp_path / "curves.jsonl").read_text().splitlines()]
     assert [(each["step"], each["success"]) for each in lines] == [(0, 0.5), (1, 1.0), (2, 1.0)]
+
+
+def test_a_stopped_run_has_a_line_for_each_step_and_the_newest_again_if_it_is_resumed(tmp_path):
+    """Version 1 has episodes only after the stop, as groups that it admitted were still open."""
+
+    def write(run: SyntheticRun, *, is_end: bool = False) -> list[tuple[int, float | None]]:
+        writer = CurveWriter(tmp_path)
+        writer.write(state_of(run), is_end=is_end)
+        writer.close()
+        lines = map(json.loads, (tmp_path / "curves.jsonl").read_text().splitlines())
+        return [(each["step"], each.get("success")) for each in lines]
+
+    run = SyntheticRun()
+    for step in range(2):
+        run.train(step, [run.generate(2 * step + i, version=0) for i in range(2)])
+    assert write(run) == []
+    stopped = [(0, 0.5), (1, None)]
+    assert write(run, is_end=True) == stopped
+    assert write(run, is_end=True) == stopped
+    late = [run.generate(4 + i, version=1) for i in range(2)]
+    assert write(run) == stopped
+    run.train(2, late, is_last=True)
+    assert write(run) == [*stopped, (1, 1.0), (2, None)]
+    counting = read_curves(tmp_path)
+    assert [each.get("success") for each in counting.values()] == [0.5, 1.0, None]
 
 
 def test_the_curves_of_a_run_are_written_for_tensorboard_if_asked(tmp_path):

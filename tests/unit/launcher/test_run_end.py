@@ -27,6 +27,7 @@ from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.settings import LauncherSettings
 from forgemq_launcher.upkeep.run_processes import RunProcesses
 from forgemq_launcher.upkeep.stop_signal import StopSignal
+from forgemq_telemetry.curves import read_curves
 from tests.unit.launcher.test_follower import log_of
 from tests.unit.run_view.synthetic import SyntheticRun, configuration, started
 
@@ -104,6 +105,7 @@ async def test_a_run_that_is_asked_to_end_is_interrupted_and_says_who_asked(tmp_
     await processes.stop()
     detail = "asked to end by `forgemq stop`: reward fell"
     assert outcome == Outcome("interrupted", detail, is_requested=True)
+    assert list(read_curves(folder.path)) == [0, 1]
 
 
 @pytest.fixture

@@ -30,6 +30,12 @@ def test_a_curve_leaves_out_steps_whose_success_is_not_known_yet(tmp_path):
     assert curve_of(tmp_path) == [(0, 0.25)]
 
 
+def test_of_a_step_with_two_lines_the_last_one_is_in_the_curve(tmp_path):
+    lines = [{"step": 0, "success": 0.25}, {"step": 1}, {"step": 1, "success": 0.5}]
+    (tmp_path / "curves.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert curve_of(tmp_path) == [(0, 0.25), (1, 0.5)]
+
+
 def test_tokens_of_an_episode_count_what_a_parent_has_once():
     first, second = rows()
     # Four turns sample 4 tokens each; three of them bring 2 of context that no parent has.
@@ -38,7 +44,7 @@ def test_tokens_of_an_episode_count_what_a_parent_has_once():
 
 @pytest.mark.parametrize(
     ("metric", "unit"),
-    [("success_end_greedy", "share"), ("tokens_per_episode", "tokens")],
+    [("success_greedy", "share"), ("tokens_per_episode", "tokens")],
 )
 def test_a_metric_has_a_unit(metric, unit):
     assert unit_of(metric) == unit

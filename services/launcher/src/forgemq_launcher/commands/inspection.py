@@ -132,7 +132,7 @@ def leave_report(result: Report, state: RunState, console: Console, *, folder: P
     folder.mkdir(parents=True, exist_ok=True)
     written = write_report(result, state, folder=folder)
     curves = CurveWriter(folder)
-    curves.write(state)
+    curves.write(state, is_end=True)
     curves.close()
     console.print(closing(result))
     names = f"{', '.join(written)} and curves.jsonl"

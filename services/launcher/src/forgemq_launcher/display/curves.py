@@ -1,9 +1,14 @@
 """Writes the curves of a run to `curves.jsonl`, a line for each step."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from forgemq_run_view.state import RunState, StepPoint
 from forgemq_telemetry.curves import CurveFormat, Curves, read_curves
+
+UNSETTLED_STEPS = 2
+"""Groups admitted under version k are scored after step k has trained: so many of the newest steps
+do not have the episodes of their version yet."""
 
 
 class CurveWriter:
@@ -11,29 +16,31 @@ class CurveWriter:
 
     The line of step k has what the step measured; null is what it did not. Its `success` and
     `reward` are those of the training episodes in groups admitted under version k.
+
+    The newest two steps are appended at the end of the run, whatever ended it. If it is resumed and
+    more episodes of their versions end, they are appended again: the last line of a step counts.
     """
 
     def __init__(self, folder: Path, *, for_tensorboard: bool = False) -> None:
         others: tuple[CurveFormat, ...] = ("tensorboard",) if for_tensorboard else ()
         self._curves = Curves(folder, formats=("jsonl", *others))
-        self._written = {
-            step: values.get("lineage", -1.0) for step, values in read_curves(folder).items()
-        }
+        self._written = read_curves(folder)
+        self._unsettled = set(list(self._written)[-UNSETTLED_STEPS:])
 
-    def write(self, state: RunState) -> None:
-        """Append the new steps except the newest two, which wait for their groups' scores.
+    def write(self, state: RunState, *, is_end: bool = False) -> None:
+        """Append the new steps; those that are not settled only if this is the run's end.
 
-        Groups admitted under version k are scored after step k has trained. If a step is written
-        again (a restarted trainer repeats it in a new lineage), its last line counts.
+        If a restarted trainer repeats a step in a new lineage, it is appended again.
         """
         tallies = {point.version: point.tally for point in state.versions}
-        is_over = state.steps_trained >= state.steps
-        for point in state.points if is_over else state.points[:-2]:
-            if self._written.get(point.step) == point.lineage:
-                continue
-            self._written[point.step] = point.lineage
+        is_over = is_end or state.steps_trained >= state.steps
+        for point in state.points if is_over else state.points[:-UNSETTLED_STEPS]:
             tally = tallies.get(point.step)
             own = {"success": tally.success, "reward": tally.reward} if tally else {}
+            if self._has(point, own):
+                continue
+            self._written[point.step] = {"lineage": point.lineage, **own}
+            self._unsettled.discard(point.step)
             self._curves.write(
                 point.step,
                 {
@@ -60,6 +67,14 @@ class CurveWriter:
                     **own,
                 },
             )
+
+    def _has(self, point: StepPoint, own: Mapping[str, float]) -> bool:
+        """Whether the line that counts of this step needs no other one behind it."""
+        written = self._written.get(point.step, {})
+        if written.get("lineage") != point.lineage:
+            return False
+        is_settled = point.step not in self._unsettled
+        return is_settled or own == {name: written[name] for name in own if name in written}
 
     def close(self) -> None:
         """Close the file."""

@@ -53,4 +53,4 @@ class RunDisplay:
         finally:
             if self._curves is not None:
                 with contextlib.closing(self._curves):
-                    self._curves.write(self._state())
+                    self._curves.write(self._state(), is_end=True)
