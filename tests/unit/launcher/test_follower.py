@@ -5,6 +5,7 @@ import json
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
@@ -33,6 +34,7 @@ from forgemq_launcher.display.screen import Screen
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.records.run_topics import create_topics, last_trained_step
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
+from forgemq_run_view.state import RunState
 from forgemq_run_view.view import RunView
 from forgemq_shell.records import emit_of
 from forgemq_telemetry.curves import read_curves
@@ -261,11 +263,20 @@ async def test_a_resumed_run_names_the_last_step_that_was_trained():
     assert await last_trained_step(await log_of(run), configuration()) == 2
 
 
-def test_curves_are_written_once_also_over_restarts(tmp_path):
-    run = SyntheticRun().play(steps=3)
-    for _ in range(2):
+def rounded_otherwise(state: RunState) -> RunState:
+    """The state with rewards that were added up in another order."""
+    versions = (
+        replace(point, tally=replace(point.tally, reward=point.tally.reward * (1 + 1e-15)))
+        for point in state.versions
+    )
+    return replace(state, versions=tuple(versions))
+
+
+def test_curves_are_written_once_also_over_restarts_and_by_another_reader(tmp_path):
+    state = state_of(SyntheticRun().play(steps=3))
+    for each in (state, state, rounded_otherwise(state)):
         writer = CurveWriter(tmp_path)
-        writer.write(state_of(run))
+        writer.write(each, is_end=True)
         writer.close()
     lines = [json.loads(text) for text in (tmp_path / "curves.jsonl").read_text().splitlines()]
     assert [(each["step"], each["success"]) for each in lines] == [(0, 0.5), (1, 1.0), (2, 1.0)]
@@ -291,14 +302,15 @@ def test_a_stopped_run_has_a_line_for_each_step_and_the_newest_again_if_it_is_re
     late = [run.generate(4 + i, version=1) for i in range(2)]
     assert write(run) == stopped
     run.train(2, late, is_last=True)
-    assert write(run) == [*stopped, (1, 1.0), (2, None)]
+    assert write(run) == stopped
+    assert write(run, is_end=True) == [*stopped, (1, 1.0), (2, None)]
     counting = read_curves(tmp_path)
     assert [each.get("success") for each in counting.values()] == [0.5, 1.0, None]
 
 
 def test_the_curves_of_a_run_are_written_for_tensorboard_if_asked(tmp_path):
     writer = CurveWriter(tmp_path, for_tensorboard=True)
-    writer.write(state_of(SyntheticRun().play(steps=3)))
+    writer.write(state_of(SyntheticRun().play(steps=3)), is_end=True)
     writer.close()
     (events,) = tmp_path.glob("events.out.tfevents.*")
     tags = {v.tag for e in EventFileLoader(str(events)).Load() for v in e.summary.value}

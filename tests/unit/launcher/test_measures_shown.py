@@ -90,7 +90,7 @@ def test_a_gap_that_no_step_measured_is_none_everywhere_and_not_zero(tmp_path: P
     write_report(made, state, folder=tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["logprob_gap_max"] is None
     writer = CurveWriter(tmp_path)
-    writer.write(state)
+    writer.write(state, is_end=True)
     writer.close()
     first = json.loads((tmp_path / "curves.jsonl").read_text().splitlines()[0])
     assert (first["logprob_gap_mean"], first["logprob_gap_max"], first["gap_entries"]) == (

@@ -1,5 +1,6 @@
 """Writes the curves of a run to `curves.jsonl`, a line for each step."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,8 +34,7 @@ class CurveWriter:
         If a restarted trainer repeats a step in a new lineage, it is appended again.
         """
         tallies = {point.version: point.tally for point in state.versions}
-        is_over = is_end or state.steps_trained >= state.steps
-        for point in state.points if is_over else state.points[:-UNSETTLED_STEPS]:
+        for point in state.points if is_end else state.points[:-UNSETTLED_STEPS]:
             tally = tallies.get(point.step)
             own = {"success": tally.success, "reward": tally.reward} if tally else {}
             if self._has(point, own):
@@ -73,8 +73,13 @@ class CurveWriter:
         written = self._written.get(point.step, {})
         if written.get("lineage") != point.lineage:
             return False
-        is_settled = point.step not in self._unsettled
-        return is_settled or own == {name: written[name] for name in own if name in written}
+        if point.step not in self._unsettled:
+            return True
+        # Another reader of the log adds the same rewards up in another order.
+        return all(
+            name in written and math.isclose(value, written[name], rel_tol=1e-9)
+            for name, value in own.items()
+        )
 
     def close(self) -> None:
         """Close the file."""
