@@ -97,6 +97,7 @@ async def test_without_the_key_nothing_but_health_is_answered() -> None:
         assert (await http.get("/health")).text == "ok\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "headers", [basic("", KEY), basic("anyone", KEY), {"authorization": f"bearer  {KEY}"}]
 )

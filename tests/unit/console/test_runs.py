@@ -214,6 +214,7 @@ async def test_every_page_loads_what_it_names_and_nothing_from_elsewhere(broker:
         assert (await http.get("/runs")).headers["location"] == "runs/"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "asked"),
     [

@@ -140,6 +140,7 @@ RULES = {
 PAGES = [price(item) for item in ("lamp", "mug", "pen")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOOLS)
 async def test_each_function_as_a_tool_is_rebuilt_and_recorded_where_it_was_called(name):
     tool, called = TOOLS[name]
@@ -155,6 +156,7 @@ async def test_each_function_as_a_tool_is_rebuilt_and_recorded_where_it_was_call
     assert len(requests[4].context) < len(requests[3].context)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 async def test_each_function_as_a_rule_is_rebuilt_and_recorded_where_it_was_applied(name):
     rule = RULES[name]

@@ -132,6 +132,7 @@ def test_training_tasks_differ_by_seed_and_held_out_tasks_are_apart_from_them(do
     assert not set(held_out[0]) & {*training[0], *training[1]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("domain", DOMAINS)
 async def test_a_flawless_episode_earns_one(earned, domain):
     for k in range(TASKS):
@@ -267,6 +268,7 @@ async def test_played_episodes_have_the_tokens_of_the_warm_start(scripted, token
     assert policy.contexts[-1] + policy.outputs[-1] == example.ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("domain", DOMAINS)
 async def test_the_demonstrator_fails_often_enough_to_leave_something_to_learn(earned, domain):
     choose, found = random.Random(1), []

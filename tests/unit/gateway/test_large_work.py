@@ -84,6 +84,7 @@ def test_fields_beside_the_messages_are_refused_by_name_if_they_are_read_and_lon
     assert (refused.value.status, refused.value.param) == (400, next(iter(field)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.path)
 @pytest.mark.parametrize(
     "unread",

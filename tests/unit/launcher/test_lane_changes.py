@@ -99,6 +99,7 @@ def test_a_lane_is_shown_with_its_weights_and_its_load(gateway: str, tmp_path: P
     assert "1 of at most 3 lanes" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "path"),
     [

@@ -65,6 +65,7 @@ def _per_request(
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("size", [10_000, 20])
 def test_gradients_near_a_reference_are_those_of_every_request_alone(kind: str, size: int) -> None:
