@@ -115,6 +115,7 @@ def test_the_root_lists_what_the_packages_declare_and_nothing_else():
     assert {normal(name) for name in project(ROOT)["project"]["dependencies"]} == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", sorted(project(ROOT)["dependency-groups"]))
 def test_nothing_in_a_group_is_unused(group: str):
     names = {normal(name) for name in project(ROOT)["dependency-groups"][group]}

@@ -1,5 +1,7 @@
 """The production overlay's trainer over several nodes: its numbers, names and volumes agree."""
 
+import pytest
+
 from forgemq_trainer.ranks.nodes import nodes_of
 from tests.architecture.rendered import environ, manifests, pods
 from tests.architecture.test_production import OVERLAY, made, objects, reaches
@@ -23,6 +25,7 @@ def test_the_runs_ranks_are_those_of_all_pods_and_each_has_a_gpu():
     assert container()["resources"]["limits"]["nvidia.com/gpu"] == ranks
 
 
+@pytest.mark.slow
 def test_the_pods_meet_at_the_first_by_a_name_that_resolves_before_any_is_ready():
     nodes = nodes_of(environ(OVERLAY, container()))
     assert nodes.is_first, "the settings are those of the pod trainer-0"

@@ -97,6 +97,7 @@ def test_the_tiltfile_builds_every_service_and_applies_the_local_overlay():
     assert waited_for <= resources
 
 
+@pytest.mark.slow
 def test_what_tilt_applies_is_valid_and_runs_as_restricted_as_the_local_overlay():
     (overlay,) = (
         ROOT / c["paths"] for c in of(evaluated((ROOT / "Tiltfile").read_text()), "kustomize")

@@ -228,6 +228,7 @@ def test_files_are_generated_where_they_are_committed():
     assert generate.FOLDER == CONTRACTS
 
 
+@pytest.mark.slow
 def test_generating_twice_changes_nothing_and_never_rewrites_an_example(tmp_path: Path):
     assert generate.write_all(tmp_path)
     example = tmp_path / "examples" / "ended-runs-v1" / "minimal.msgpack"

@@ -27,6 +27,7 @@ def digests_of_a_process(hash_seed: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_output_bytes_do_not_depend_on_the_hash_seed():
     first, *others = [digests_of_a_process(seed) for seed in ("0", "1", "2")]
     assert [line.split()[0] for line in first.splitlines()] == [make.__name__ for make in CASES]

@@ -17,6 +17,7 @@ def test_every_waiting_client_hears_once_and_no_result_is_lost(seed: int) -> Non
     assert world.answers > 20, "clients are served again once nothing fails"
 
 
+@pytest.mark.slow
 @pytest.mark.simulation
 def test_the_worlds_together_reach_every_way_a_turn_can_end() -> None:
     worlds = [World(seed, lanes=2) for seed in range(10)]

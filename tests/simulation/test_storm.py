@@ -54,6 +54,7 @@ def test_a_seed_is_the_same_schedule_every_time():
     assert first.deaths > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kill", "no_answer"])
 @every_case
 def test_an_end_at_any_single_point_changes_nothing(case, kind):

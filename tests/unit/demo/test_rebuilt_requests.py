@@ -56,6 +56,7 @@ def texts_of(seed: int) -> tuple[object, list[str]]:
     return order, [text for context in contexts for text, _ in context.turns]
 
 
+@pytest.mark.slow
 async def test_every_request_of_whole_desk_episodes_is_rebuilt_byte_for_byte_cuts_included():
     lines = Lines()
     cuts = 0

@@ -146,6 +146,7 @@ async def test_the_answer_to_another_task_earns_less_than_a_success(earned, doma
     assert await earned(domain, drawn, *texts_of(domain, other)) < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("domain", "text"),
     [
@@ -177,6 +178,7 @@ async def test_a_wrong_answer_is_no_success(earned, domain, text):
     assert await earned(domain, drawn, text) < 0.5
 
 
+@pytest.mark.slow
 async def test_an_empty_answer_is_no_success_and_no_failure_of_the_grader(earned):
     for domain in ("reasoning", "documents", "programs"):
         assert await earned(domain, task(0, domain, 0), "") == 0.0

@@ -114,6 +114,7 @@ def test_with_any_one_byte_changed_a_chat_request_is_read_or_refused_with_400():
     assert statuses == {400}
 
 
+@pytest.mark.slow
 @FUZZ
 @given(body=bodies(SOUND))
 def test_a_chat_request_is_served_or_refused_and_the_next_is_served(
@@ -125,6 +126,7 @@ def test_a_chat_request_is_served_or_refused_and_the_next_is_served(
     assert answer.json()["choices"][0]["message"]["content"] == "yes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("protocol", "sound"),
     [

@@ -41,6 +41,7 @@ def test_a_file_that_was_longer_is_cut_to_what_is_used_newest(tmp_path):
     assert [shorter.get(key) for key in "abcdefg"] == [None] * 5 + ["F", "G"]
 
 
+@pytest.mark.slow
 def test_a_large_file_has_at_most_a_hundredth_more(tmp_path):
     replies = replies_of("disk", tmp_path, count_max=200)
     for number in range(240):

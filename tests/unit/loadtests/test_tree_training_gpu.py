@@ -145,6 +145,7 @@ def test_blocks_of_the_unscaled_model_take_the_bytes_that_were_predicted() -> No
     assert rows["peak_over_predicted"] == pytest.approx(1, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_tree_trains_both_ways_whichever_would_be_chosen() -> None:
     measurement, kernel = made(), PieceByPiece()
     both: dict[AttentionKind, AttentionBackend] = {

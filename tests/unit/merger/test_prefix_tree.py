@@ -103,6 +103,7 @@ def test_every_wanted_sequence_is_read_back_token_by_token(group):
         assert [t for start, stop in ranges for t in range(start, stop)] == on_path[first:]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(groups(), st.randoms(use_true_random=False))
 def test_equal_sequences_give_an_equal_tree_whatever_their_order_and_parents(group, shuffle):
@@ -117,6 +118,7 @@ def test_equal_sequences_give_an_equal_tree_whatever_their_order_and_parents(gro
     assert tree.attention_pairs == other.attention_pairs
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(groups())
 def test_segments_are_maximal_and_heavier_subtrees_come_first(group):

@@ -51,6 +51,7 @@ def _trees() -> tuple[MergedTree, ...]:
 TREES = _trees()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("publish", ["adapter", "merged"])
 async def test_a_restart_continues_adapters_to_the_same_bytes(
     tmp_path: Path, publish: Publish
@@ -115,6 +116,7 @@ async def test_merged_versions_are_the_base_and_the_adapter_in_the_checkpoint(
     assert changed == 14
 
 
+@pytest.mark.slow
 async def test_the_merged_export_of_a_checkpoint_has_the_tensors_that_engines_were_given(
     tmp_path: Path,
 ) -> None:

@@ -160,6 +160,7 @@ def test_every_loss_is_exact_whole_recomputed_and_in_blocks(kind: str) -> None:
         assert _worst(expected, gradients) <= 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_random_trees_in_blocks_of_any_size_are_exact(seed: int) -> None:
     generator = np.random.default_rng(seed)

@@ -85,6 +85,7 @@ def test_record_and_checkpoint_of_a_step_without_a_head_do_not_mention_one(tmp_p
     assert not (folder / "head").exists()
 
 
+@pytest.mark.slow
 def test_a_head_continues_from_a_checkpoint_to_the_same_bytes(tmp_path: Path) -> None:
     configuration = _configuration(tmp_path)
     store = store_of(tmp_path, configuration)

@@ -114,6 +114,7 @@ def distance(left: nn.Module, right: nn.Module) -> float:
     return max(float((ours[n] - theirs[n]).norm() / theirs[n].norm()) for n in theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cispo", "ppo_clip"])
 def test_the_weights_are_those_of_as_many_updates_over_single_requests(
     tmp_path: Path, kind: str

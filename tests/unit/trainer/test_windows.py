@@ -51,6 +51,7 @@ BACKENDS: dict[str, AttentionBackend] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "window", "has_sinks"),
     [
