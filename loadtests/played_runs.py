@@ -1,6 +1,7 @@
 """Whole runs as the cases of a load test: each is played once, and read again after that."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 from forgemq_episode_files.arrow_rows import from_arrow
 from forgemq_episode_files.reading import read_rows
 from forgemq_episode_files.rows import EpisodeRow
+from forgemq_telemetry.curves import read_curves
 
 ROOT = Path(__file__).parents[1]
 CURVES = ROOT / "docs" / "learning"
@@ -65,9 +67,8 @@ def report_of(folder: Path) -> dict[str, Any]:
 
 def curve_of(folder: Path) -> list[tuple[int, float]]:
     """(step, success on training tasks) of each step of a run, by the last line of each."""
-    rows = [json.loads(line) for line in (folder / "curves.jsonl").read_text().splitlines()]
-    newest = {row["step"]: row.get("success") for row in rows}
-    return [(step, success) for step, success in sorted(newest.items()) if success is not None]
+    found = {step: values.get("success", math.nan) for step, values in read_curves(folder).items()}
+    return [(step, success) for step, success in found.items() if not math.isnan(success)]
 
 
 def graded_episodes(folder: Path) -> Sequence[EpisodeRow]:

@@ -71,8 +71,7 @@ def keys_in(text: str, *, variable: str) -> tuple[str, ...]:
     Raises:
         SettingsError: there is none, there are too many, or one is too short; names no key.
     """
-    lines = [line.strip() for line in text.splitlines()]
-    found = tuple(line for line in lines if line and not line.startswith("#"))
+    found = key_lines(text)
     if not 1 <= len(found) <= KEYS_MAX:
         raise SettingsError(f"{variable}: must have 1 to {KEYS_MAX} keys, has {len(found)}")
     for number, key in enumerate(found, start=1):
@@ -81,6 +80,12 @@ def keys_in(text: str, *, variable: str) -> tuple[str, ...]:
                 f"{variable}: key {number} must have at least {KEY_CHARACTERS_MIN} characters"
             )
     return found
+
+
+def key_lines(text: str) -> tuple[str, ...]:
+    """The lines of a file of keys that are not empty and do not begin with #."""
+    lines = [line.strip() for line in text.splitlines()]
+    return tuple(line for line in lines if line and not line.startswith("#"))
 
 
 def is_loopback(host: str) -> bool:

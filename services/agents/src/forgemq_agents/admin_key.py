@@ -2,7 +2,7 @@
 
 from forgemq_agents.settings import AgentsSettings, ImportSettings
 from forgemq_settings.environment import SettingsError
-from forgemq_settings.key_file import KeyFile
+from forgemq_settings.key_file import KeyFile, key_lines
 from forgemq_telemetry.telemetry import Telemetry
 
 _SETTING = "FORGEMQ_AGENTS_ADMIN_KEY"
@@ -43,8 +43,7 @@ def admin_key_of(
     if settings.admin_key_file:
         return AdminKeyFile(settings.admin_key_file, telemetry=telemetry)
     # An orchestrator gives the text of a file of keys as a variable, too.
-    lines = [line.strip() for line in settings.admin_key.splitlines()]
-    first = next((line for line in lines if line and not line.startswith("#")), "")
-    if not first:
+    keys = key_lines(settings.admin_key)
+    if not keys:
         raise SettingsError(f"{_SETTING}: must be set, or {_SETTING}_FILE")
-    return first
+    return keys[0]

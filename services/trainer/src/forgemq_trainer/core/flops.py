@@ -78,20 +78,22 @@ def flops(
 
 def forward_of(cost: Flops, shape: ModelShape) -> Flops:
     """The part of these operations that a forward is."""
-    weights, head = forward_shares(shape)
+    shares = forward_shares(shape)
     return Flops(
-        weights=cost.weights * weights,
-        attention=cost.attention * 4 / 14,
-        head=cost.head * head,
+        weights=cost.weights * shares.weights,
+        attention=cost.attention * shares.attention,
+        head=cost.head * shares.head,
     )
 
 
-def forward_shares(shape: ModelShape) -> tuple[float, float]:
-    """The share that a forward has in the layers' products, and in the head's."""
+def forward_shares(shape: ModelShape) -> Flops:
+    """Of one operation in each part, what a forward is; see the formula of this module."""
+    attention = 4 / 14
     if shape.adapters is None:
-        return 2 / 6, 2 / 8
+        return Flops(weights=2 / 6, attention=attention, head=2 / 8)
     own, added = layer_weights(shape), shape.layers * shape.adapters.parameters
-    return (2 * own + 2 * added) / (4 * own + 6 * added), 2 / 6
+    weights = (2 * own + 2 * added) / (4 * own + 6 * added)
+    return Flops(weights=weights, attention=attention, head=2 / 6)
 
 
 def layer_weights(shape: ModelShape) -> int:

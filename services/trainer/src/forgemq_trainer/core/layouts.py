@@ -140,11 +140,11 @@ class Layout:
     def range_flops(self, starts_KR: Integers) -> RangeFlops:
         """Of these ranges, as in `lengths`."""
         step, bounds = self._step, np.append(starts_KR, self.token_count)
-        of_weights, of_head = forward_shares(self._shape)
+        shares = forward_shares(self._shape)
         weights = (step.weights * np.diff(bounds)).astype(np.float64)
         attention = np.diff(self._costs_before(step.attention_N, bounds)).astype(np.float64)
         head = np.diff(self._costs_before(step.head_N, bounds)).astype(np.float64)
-        read = weights * of_weights + attention * 4 / 14 + head * of_head
+        read = weights * shares.weights + attention * shares.attention + head * shares.head
         return RangeFlops(
             trained_KR=(weights + attention + head).reshape(starts_KR.shape),
             read_KR=read.reshape(starts_KR.shape),
