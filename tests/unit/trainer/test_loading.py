@@ -85,19 +85,25 @@ def _status_bytes(field: str) -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
+def _load_shard(ranks: Ranks, folder: Path) -> torch.nn.Module:
+    empty = load_empty(folder, dtype="float32", device="cpu")
+    loaded = shard(empty, ranks=ranks, dtype=torch.bfloat16)
+    fill(loaded.model, folder)
+    return loaded.model
+
+
 def _peak_growth(ranks: Ranks, folder: Path) -> tuple[int, int]:
     """By how much resident memory grew at most while a rank loaded, and the bytes of its shard."""
+    # A process that loads for the first time also faults in 15 MiB of its libraries.
+    _load_shard(ranks, folder)
     # What an earlier model left, and free memory in the heap, would hide a growth.
     gc.collect()
     map_large_tensors()
     Path("/proc/self/clear_refs").write_text("5")  # Makes the highest resident size the present.
     before = _status_bytes("VmRSS")
-    loaded = shard(
-        load_empty(folder, dtype="float32", device="cpu"), ranks=ranks, dtype=torch.bfloat16
-    )
-    fill(loaded.model, folder)
+    model = _load_shard(ranks, folder)
     peak = _status_bytes("VmHWM")
-    shards = [p.to_local() for p in loaded.model.parameters() if isinstance(p, DTensor)]
+    shards = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
     return peak - before, sum(each.numel() * each.itemsize for each in shards)
 
 
