@@ -25,11 +25,13 @@ class Pod(Struct, frozen=True, kw_only=True):
     Attributes:
         workload: By its label app.kubernetes.io/name.
         restarts: Of each container that started again by itself.
+        failed: Containers whose last end was not with status 0.
     """
 
     uid: str
     workload: str
     restarts: dict[str, int]
+    failed: list[str]
 
 
 class ClusterRun:
@@ -122,6 +124,11 @@ def _pod(item: dict[str, Any]) -> Pod:
         uid=item["metadata"]["uid"],
         workload=item["metadata"]["labels"]["app.kubernetes.io/name"],
         restarts={each["name"]: each["restartCount"] for each in statuses if each["restartCount"]},
+        failed=[
+            each["name"]
+            for each in statuses
+            if each["lastState"].get("terminated", {}).get("exitCode", 0)
+        ],
     )
 
 

@@ -55,7 +55,9 @@ class Played(Struct, frozen=True, kw_only=True):
     Attributes:
         rolled: Which workloads the second apply gave a new state.
         replaced: Which workloads' pods it replaced.
-        restarts: Of containers that started again by themselves, by pod, before the end.
+        restarts: Of containers that started again by themselves, by pod, until a step well before
+            the last. At the end agents end with 0, and start again until their pods are given back.
+        failed: Containers that ended by themselves with another status, by pod, until the end.
         refused: What the cluster says of pods that it could not create.
         after: Which workloads have pods after the end.
         audit: What `forgemq audit` printed.
@@ -65,6 +67,7 @@ class Played(Struct, frozen=True, kw_only=True):
     rolled: set[str]
     replaced: set[str]
     restarts: dict[str, dict[str, int]]
+    failed: dict[str, list[str]]
     refused: list[str]
     after: set[str]
     audit: str
@@ -99,6 +102,7 @@ def play(run: ClusterRun, folder: Path) -> Played:
     run.wait_for_step(CHANGED_AFTER)
     rolled, replaced = apply_again(run)
     run.wait_for_step(RESTARTED_AFTER)
+    restarts = {name: pod.restarts for name, pod in run.pods().items() if pod.restarts}
     reward = "deployment/reward"
     run.change("restart reward", "rollout", "restart", reward, rolled=[reward])
     for count in (2, 1):
@@ -106,7 +110,7 @@ def play(run: ClusterRun, folder: Path) -> Played:
             f"scale reward to {count}", "scale", reward, f"--replicas={count}", rolled=[reward]
         )
     run.wait_for_step(last_step())
-    restarts = {name: pod.restarts for name, pod in run.pods().items() if pod.restarts}
+    failed = {name: pod.failed for name, pod in run.pods().items() if pod.failed}
     wait_for_end(run)
     pod = run.pod_of("run")
     run.kubectl("cp", f"{pod}:/reports/demo", str(folder))
@@ -114,6 +118,7 @@ def play(run: ClusterRun, folder: Path) -> Played:
         rolled=rolled,
         replaced=replaced,
         restarts=restarts,
+        failed=failed,
         refused=[
             each["message"] for each in run.items("events") if each["reason"] == "FailedCreate"
         ],
@@ -162,7 +167,7 @@ def test_a_second_apply_rolls_what_another_tag_or_run_file_changed_and_nothing_e
 
 
 def test_no_container_started_again_by_itself(played: Played):
-    assert played.restarts == {}
+    assert (played.restarts, played.failed) == ({}, {})
 
 
 def test_the_standard_restricted_refused_no_pod(played: Played):
