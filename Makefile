@@ -54,8 +54,9 @@ test-cluster-admission: $(STAMP)  ## Apply every overlay to a real API server; c
 	@$(BIN)/python -m tests.cluster.programs kube_apiserver
 	@$(BIN)/python -m pytest -q -m cluster $(or $(ARGS),tests/cluster/test_admission.py)
 
-test-cluster: $(STAMP)  ## Run the local overlay on a real Kubernetes node, with pods deleted and rolled; as root
+test-cluster: $(STAMP)  ## Run the local overlay on a real Kubernetes node, and the scaling by KEDA; as root
 	@$(BIN)/python -m tests.cluster.programs node
+	@$(BIN)/python -m tests.cluster.keda
 	@$(if $(BASE),BASE=$(BASE)) $(BIN)/python -m pytest -q -s -m cluster --durations=5 $(or $(ARGS),tests/cluster)
 
 test-containers: $(STAMP)  ## Run the whole stack in containers, with kills; BASE=<base image>

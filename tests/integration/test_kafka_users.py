@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import os
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -14,15 +13,7 @@ import msgspec
 import pytest
 import yaml
 from confluent_kafka import KafkaError, KafkaException, Producer
-from confluent_kafka.admin import (
-    AclBinding,
-    AclOperation,
-    AclPermissionType,
-    AdminClient,
-    NewTopic,
-    ResourcePatternType,
-    ResourceType,
-)
+from confluent_kafka.admin import AdminClient, NewTopic
 
 from forgemq_bus.broker import LocalBroker
 from forgemq_bus.broker.local import folder_ports
@@ -32,6 +23,7 @@ from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
 from forgemq_shell.connection import kafka_connection
 from forgemq_shell.records import emit_of
+from tests.integration.kafka_rights import bindings, rights_of
 from tests.ports import free_port
 from tests.unit.merger.records import finished, scored
 
@@ -49,50 +41,6 @@ SERVICES = {
 }
 """By service, the event that it writes once it has read what it needs; neither GPU nor engine."""
 START_S = 60.0
-OPERATIONS = {
-    "Read": AclOperation.READ,
-    "Write": AclOperation.WRITE,
-    "Create": AclOperation.CREATE,
-    "Alter": AclOperation.ALTER,
-    "Delete": AclOperation.DELETE,
-    "Describe": AclOperation.DESCRIBE,
-    "DescribeConfigs": AclOperation.DESCRIBE_CONFIGS,
-}
-KINDS = {
-    "topic": ResourceType.TOPIC,
-    "group": ResourceType.GROUP,
-    "transactionalId": ResourceType.TRANSACTIONAL_ID,
-    "cluster": ResourceType.BROKER,
-}
-
-
-def users() -> dict[str, list[dict]]:
-    """Rights by user, as the script of the overlay writes them for this run."""
-    path = ROOT / "deploy/kubernetes/kafka_users.py"
-    specification = importlib.util.spec_from_file_location("kafka_users", path)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return {
-        each["metadata"]["name"]: each["spec"]["authorization"]["acls"]
-        for each in module.users(run=RUN)
-    }
-
-
-def bindings() -> Iterator[AclBinding]:
-    for user, rules in users().items():
-        for rule in rules:
-            resource = rule["resource"]
-            prefixed = resource.get("patternType") == "prefix"
-            for operation in rule["operations"]:
-                yield AclBinding(
-                    KINDS[resource["type"]],
-                    resource.get("name", "kafka-cluster"),
-                    ResourcePatternType.PREFIXED if prefixed else ResourcePatternType.LITERAL,
-                    f"User:{user}",
-                    "*",
-                    OPERATIONS[operation],
-                    AclPermissionType.ALLOW,
-                )
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +49,7 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
     folder = tmp_path_factory.mktemp("users")
     plain, controller = folder_ports(folder / "ports.json")
     port = free_port()
-    logins = " ".join(f'user_{name}="{PASSWORD}"' for name in users())
+    logins = " ".join(f'user_{name}="{PASSWORD}"' for name in rights_of(RUN))
     options = {
         "listeners": f"PLAINTEXT://127.0.0.1:{plain},SASL_PLAINTEXT://127.0.0.1:{port},"
         f"CONTROLLER://127.0.0.1:{controller}",
@@ -118,7 +66,7 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
     try:
         address = local.start()
         admin = AdminClient({"bootstrap.servers": address})
-        for future in admin.create_acls(list(dict.fromkeys(bindings()))).values():
+        for future in admin.create_acls(bindings(RUN)).values():
             future.result(timeout=60)
         yield f"127.0.0.1:{port}", address
     finally:
@@ -238,5 +186,5 @@ def test_the_overlays_file_has_the_same_rules_for_its_own_run():
         each["metadata"]["name"]: each["spec"]["authorization"]["acls"]
         for each in yaml.safe_load_all(path.read_text())
     }
-    text = yaml.safe_dump(users()).replace(RUN + ".", "production.")
+    text = yaml.safe_dump(rights_of(RUN)).replace(RUN + ".", "production.")
     assert yaml.safe_load(text) == found
