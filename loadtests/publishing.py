@@ -1,4 +1,4 @@
-"""What do engines no longer wait for, now that weights are published before they are durable?
+"""How long after a step do engines have its weights, which are published before they are durable?
 
 The real trainer takes steps on a Qwen3 of 56 million random parameters, on a log in memory, with
 its blobs in a folder. One lane takes the files by relay, as an inference process does, and loads
