@@ -20,14 +20,14 @@ READY_WITHIN_S = 180.0
 
 @dataclass(frozen=True, kw_only=True)
 class ApiServer:
-    """One that is up.
+    """An API server that is up.
 
     Attributes:
-        url: Of the API, with TLS.
-        ca_file: Its certificate.
-        kubeconfig: By which its administrator calls it.
-        account_key: By which it signs the tokens of service accounts.
-        inside: Where it listens; None: on this machine's loopback interface.
+        url: Address of the API, with TLS.
+        ca_file: Certificate of the server.
+        kubeconfig: File by which its administrator calls it.
+        account_key: Key by which it signs the tokens of service accounts.
+        inside: Namespaces in which it listens; None: on this machine's loopback interface.
     """
 
     url: str

@@ -20,7 +20,7 @@ STEP_WITHIN_S = 1800.0
 
 
 class Pod(Struct, frozen=True, kw_only=True):
-    """One that is there.
+    """A pod that the API has.
 
     Attributes:
         workload: By its label app.kubernetes.io/name.
@@ -84,7 +84,7 @@ class ClusterRun:
         assert not before & set(self.uids(workload))
 
     def uids(self, workload: str) -> list[str]:
-        """Of the workload's pods."""
+        """Ids of the workload's pods, which differ for each pod that was ever made."""
         name = workload.partition("/")[2]
         return [pod.uid for pod in self.pods().values() if pod.workload == name]
 

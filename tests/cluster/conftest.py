@@ -11,7 +11,7 @@ from tests.cluster.programs import FOLDER, NODE, missing_for_node, program
 
 @pytest.fixture(scope="session")
 def cluster_node() -> Iterator[Node]:
-    """One that is ready; its logs stay in .cache/cluster/logs."""
+    """A node that is ready; its logs stay in .cache/cluster/logs."""
     if missing_for_node() or not program(NODE).is_file():
         pytest.skip(missing_for_node() or "make test-cluster compiles Kubernetes first")
     folder, logs = FOLDER / "node", FOLDER / "logs"

@@ -129,12 +129,12 @@ def archive(image: Description, *, name: str, layers: Sequence[bytes] = ()) -> b
 
 
 def described(blob: bytes, *, kind: str) -> dict[str, object]:
-    """By which the OCI refers to a blob."""
+    """The descriptor by which the OCI refers to a blob."""
     return {"mediaType": kind, "digest": digest_of(blob), "size": len(blob)}
 
 
 def digest_of(blob: bytes) -> str:
-    """By which a blob is named."""
+    """The digest by which a blob is named."""
     return f"sha256:{hashlib.sha256(blob).hexdigest()}"
 
 

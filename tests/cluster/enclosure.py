@@ -38,10 +38,10 @@ _STOP_S = 20.0
 
 
 class Enclosure(Struct, frozen=True):
-    """Namespaces that are there.
+    """Namespaces of a node that is up.
 
     Attributes:
-        first_id: Of their first process.
+        first_id: Process id of their first process.
     """
 
     first_id: int

@@ -33,7 +33,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 class Node(Struct, frozen=True):
-    """One that is ready.
+    """A node that is ready.
 
     Attributes:
         api: Of its cluster.

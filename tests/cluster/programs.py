@@ -46,7 +46,7 @@ def program(package: str) -> Path:
 
 
 def server_command() -> list[str]:
-    """By which an API server starts: the node's program if it is there, since it is one too."""
+    """The command of an API server: the node's program if it is there, since that is one too."""
     if program(NODE).is_file():
         return [str(program(NODE)), "kube-apiserver"]
     return [str(program(API_SERVER))]

@@ -36,12 +36,12 @@ STARTS_MAX = 50
 
 
 class Changes(Struct, frozen=True, kw_only=True):
-    """What is other than the manifests have it.
+    """What a test changes in the pods of the manifests.
 
     Attributes:
-        folders: Of this machine, in the place of volumes: by `<pod>-<name of the volume>`.
-        variables: More of them, by pod/container.
-        mounts: More of them, by pod/container.
+        folders: Folders of this machine in place of volumes, by `<pod>-<name of the volume>`.
+        variables: Environment variables to add, by pod/container.
+        mounts: Mounts to add, by pod/container.
     """
 
     folders: Mapping[str, Path] = {}
@@ -160,7 +160,7 @@ class PodRunner:
             entrypoint=list(container.command) or None,
             command=[expanded(each, variables) for each in container.arguments],
             environment=variables,
-            # Those that the manifests leave free are held to the same rules.
+            # Containers that the manifests leave free are held to the same rules.
             user=str(rules.get("runAsUser", "" if is_ours else 1000)),
             read_only=is_ours or rules.get("readOnlyRootFilesystem", False),
             cap_drop=["ALL"],
@@ -200,7 +200,7 @@ class PodRunner:
                 for file, text in data.items():
                     (folder / file).write_text(text)
                 return DockerMount(mount.path, str(folder), type="bind", read_only=True)
-        if "projected" in source:  # An account of the cluster's API, of which there is none.
+        if "projected" in source:  # A token for the cluster's API, which is not there.
             return None
         if (instead := self._changes.folders.get(f"{pod.name}-{mount.volume}")) is not None:
             return DockerMount(mount.path, str(instead), type="bind")

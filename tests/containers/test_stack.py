@@ -95,7 +95,7 @@ def play(runner: PodRunner, overlay: Overlay) -> Played:
 
 
 def kill(container: Running) -> int:
-    """Kill it and start it again; its exit status."""
+    """Kill the container and start it again; returns its exit status."""
     container.kill("SIGKILL")
     status = wait_for_end(container, timeout_s=10)
     container.start()

@@ -26,8 +26,8 @@ class Faults:
     """What can happen to the pods of a runner.
 
     Args:
-        disk: The broker's.
-        clock: Of the one container whose clock may be stepped.
+        disk: On which the broker keeps its records.
+        clock: The wall clock of the one container whose clock may be stepped.
     """
 
     def __init__(self, runner: PodRunner, *, disk: SmallDisk, clock: SteppedClock) -> None:
@@ -59,7 +59,7 @@ class Faults:
         return self._pod(name).containers[name.split("/")[1]]
 
     def _kill(self, name: str, *, down_s: float = 0.0) -> None:
-        """Kill it if it runs, and start it again."""
+        """Kill the container if it runs, and start it again."""
         container = self._container(name)
         if not is_up(container):
             return

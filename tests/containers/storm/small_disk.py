@@ -40,7 +40,7 @@ class SmallDisk:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, *, size_bytes: int, group: int) -> Iterator[SmallDisk]:
-    """Mounted on this folder until the block ends; this group may write. Needs root."""
+    """A small disk on this folder until the block ends; this group may write. Needs root."""
     folder.mkdir()
     options = f"size={size_bytes},mode=2775,gid={group}"
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True)

@@ -1,6 +1,6 @@
 """The wall clock of one container, which can jump: a library answers the calls for it.
 
-All containers of a machine share its clock, so it is the calls that are answered otherwise. The
+All containers of a machine share its clock, so a library answers the calls for it instead. The
 monotonic clock stays as it is, as it does when a machine's clock is set.
 """
 
@@ -18,7 +18,7 @@ VARIABLES = {
 
 
 class SteppedClock:
-    """What a container with `VARIABLES` takes for the time.
+    """The wall clock that a container with `VARIABLES` reads.
 
     Args:
         folder: Gets the compiled library and the seconds; for this clock alone.
