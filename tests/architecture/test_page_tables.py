@@ -9,7 +9,8 @@ from forgemq_contracts.run import LogLayout, RunConfiguration
 from forgemq_contracts.run_changes import MAY_CHANGE, MAY_GROW
 from forgemq_contracts.topics import BY_DLQ_NAME, OF_RUN, partition_count
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 DEMO = {
     "run": "demo-1",
     "seed": 0,
@@ -49,4 +50,16 @@ def test_the_page_of_resumes_names_every_field_that_may_change():
         name = field or table_of_fields
         if not re.search(rf"\b{name}\b", table):
             lost.append(pattern)
+    assert lost == []
+
+
+def test_the_auditors_page_names_every_topic_that_is_trimmed_and_who_needs_it():
+    text = (ROOT / "services/auditor/README.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| ")]
+    said = {topic.strip(): needed for topics, needed in rows for topic in topics.split(",")}
+    lost = []
+    for topic in OF_RUN:
+        needed = said.get(topic.name.removesuffix("-v1"), "")
+        groups = [re.sub(r"^[a-z]+-positions$", "<service>-positions", g) for g in topic.needed_by]
+        lost += [f"{topic.name}: {group}" for group in groups if f"`{group}`" not in needed]
     assert lost == []
