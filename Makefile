@@ -56,7 +56,7 @@ test-cluster-admission: $(STAMP)  ## Apply every overlay to a real API server; c
 
 test-cluster: $(STAMP)  ## Run the local overlay on a real Kubernetes node, and the scaling by KEDA; as root
 	@$(BIN)/python -m tests.cluster.programs node
-	@$(BIN)/python -m tests.cluster.keda
+	@$(BIN)/python -m tests.cluster.go_modules
 	@$(if $(BASE),BASE=$(BASE)) $(BIN)/python -m pytest -q -s -m cluster --durations=5 $(or $(ARGS),tests/cluster)
 
 test-containers: $(STAMP)  ## Run the whole stack in containers, with kills; BASE=<base image>

@@ -13,6 +13,7 @@ from tests.cluster.local_overlay import NAMESPACE, STEPS
 from tests.cluster.node import Node
 
 POLL_S = 2.0
+CONNECTED_WITHIN_S = 5.0
 ROLLED_WITHIN_S = 900
 """An engine starts within a minute on idle cores."""
 STEP_WITHIN_S = 1800.0
@@ -109,6 +110,17 @@ class ClusterRun:
         """Name of the one pod of a workload."""
         (name,) = [name for name, pod in self.pods().items() if pod.workload == workload]
         return name
+
+    def reaches(self, workload: str, address: str) -> bool:
+        """Whether one of a workload's pods can open a connection to this host and port."""
+        host, _, port = address.partition(":")
+        code = f"import socket; socket.create_connection(({host!r}, {port}), {CONNECTED_WITHIN_S})"
+        pod = min(name for name, pod in self.pods().items() if pod.workload == workload)
+        command = ("exec", pod, "--", "/venv/bin/python", "-c", code)
+        done = self._node.api.kubectl(f"--namespace={NAMESPACE}", *command)
+        refused = ("ConnectionRefusedError", "TimeoutError")
+        assert done.returncode == 0 or any(each in done.stderr for each in refused), done.stderr
+        return done.returncode == 0
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -1,13 +1,5 @@
-"""KEDA, compiled from its Go module, beside an API server.
+"""KEDA beside an API server, with Kubernetes' autoscaler."""
 
-`python -m tests.cluster.keda` compiles it if it is not there: once, about 15 minutes of one core
-and 2 GB of Go's downloads.
-"""
-
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,17 +9,11 @@ import yaml
 from tests.certificates import authority
 from tests.cluster.api_server import ApiServer
 from tests.cluster.enclosure import running
-from tests.cluster.programs import FOLDER, NODE, missing_for_server, program
+from tests.cluster.go_modules import KEDA
+from tests.cluster.programs import NODE, missing_for_server, program
 from tests.ports import free_port
 
-MODULE = "github.com/kedacore/keda/v2"
-VERSION = "v2.21.0"
-SUM = "h1:R6z2HZvstK4RLUMxroNACzBj74xGxt3kG59b5Xc+Xps="
-"""Of the module's files; its own go.sum has those of what it needs."""
-
-OPERATOR, METRICS_SERVER = "operator", "adapter"
-"""Packages below `cmd` of the module."""
-
+OPERATOR, METRICS_SERVER = KEDA.packages
 NAMESPACE = "keda"
 METRICS = "external.metrics.k8s.io"
 _METRICS_FOR_ALL = f"""
@@ -56,45 +42,12 @@ subjects: [{{apiGroup: rbac.authorization.k8s.io, kind: Group, name: "system:una
 """The API server has no certificate by which the metrics server could tell who asks it."""
 
 
-def keda_program(package: str) -> Path:
-    """Where a program of KEDA is, once it is compiled."""
-    return FOLDER / f"keda-{package}-{VERSION}"
-
-
 def missing_for_keda() -> str:
     """Why it cannot run here, in one line; '' if it can."""
     if lacks := missing_for_server():
         return lacks
-    needed = [program(NODE), *map(keda_program, (OPERATOR, METRICS_SERVER))]
-    return "" if all(each.is_file() for each in needed) else "make test-cluster compiles KEDA first"
-
-
-def keda_source() -> Path:
-    """The folder of its module, downloaded if it is not there; AssertionError if it is another."""
-    done = subprocess.run(
-        ["go", "mod", "download", "-json", f"{MODULE}@{VERSION}"],
-        cwd=Path(__file__).parent / "kubernetes",
-        capture_output=True,
-        check=True,
-    )
-    module = json.loads(done.stdout)
-    assert module["Sum"] == SUM, f"{MODULE} {VERSION} has the sum {module['Sum']}, not {SUM}"
-    return Path(module["Dir"])
-
-
-def compile_keda() -> None:
-    """Put its programs where the tests look for them."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for package in (OPERATOR, METRICS_SERVER):
-        if keda_program(package).is_file():
-            continue
-        flags = ["-trimpath", "-ldflags", "-s -w", "-o", str(keda_program(package))]
-        subprocess.run(
-            ["go", "build", *flags, f"./cmd/{package}"],
-            cwd=keda_source(),
-            env={**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly -buildvcs=false"},
-            check=True,
-        )
+    is_there = KEDA.is_compiled() and program(NODE).is_file()
+    return "" if is_there else "make test-cluster compiles KEDA and Kubernetes first"
 
 
 @contextmanager
@@ -104,7 +57,7 @@ def running_keda(api: ApiServer, folder: Path) -> Iterator[None]:
     The cluster has no other controllers: an autoscaler writes how many pods a Deployment shall
     have, and nobody makes them.
     """
-    kinds = sorted((keda_source() / "config/crd/bases").glob("*.yaml"))
+    kinds = sorted((KEDA.source() / "config/crd/bases").glob("*.yaml"))
     for each in kinds:
         made = api.kubectl("apply", "--server-side", "-f", str(each))
         assert made.returncode == 0, made.stderr
@@ -155,12 +108,12 @@ def _commands(api: ApiServer, folder: Path, *, inner: int, port: int) -> dict[st
     access += [f"--authorization-kubeconfig={api.kubeconfig}", "--authentication-skip-lookup"]
     return {
         "operator": [
-            *("env", *settings, str(keda_program(OPERATOR))),
+            *("env", *settings, str(KEDA.program(OPERATOR))),
             *(f"--cert-dir={folder}", f"--metrics-service-bind-address=127.0.0.1:{inner}"),
             *("--enable-prometheus-metrics=false", "--health-probe-bind-address=0"),
         ],
         "metrics": [
-            *("env", *settings, str(keda_program(METRICS_SERVER))),
+            *("env", *settings, str(KEDA.program(METRICS_SERVER))),
             *(f"--cert-dir={folder}", f"--metrics-service-address=127.0.0.1:{inner}"),
             *("--bind-address=127.0.0.1", f"--secure-port={port}", f"--port={free_port()}"),
             *(f"--tls-cert-file={folder / 'tls.crt'}", *access),
@@ -173,9 +126,3 @@ def _commands(api: ApiServer, folder: Path, *, inner: int, port: int) -> dict[st
             "--horizontal-pod-autoscaler-sync-period=1s",
         ],
     }
-
-
-if __name__ == "__main__":
-    if lacking := missing_for_server():
-        sys.exit(f"test-cluster: {lacking}")
-    compile_keda()

@@ -1,16 +1,21 @@
 """overlays/local with a shorter run, for a node without a registry and a provisioner of volumes.
 
 Nothing of it is changed but the run file. Images are there under the names that the overlay says,
-and each claim finds a volume that was made for it.
+and each claim finds a volume that was made for it. The production overlay's network policies are
+added.
 """
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import yaml
+
 from tests.architecture.rendered import ROOT, rendered
+from tests.cluster.enclosure import ADDRESS
 from tests.cluster.node import NAME
 
 OVERLAY = ROOT / "deploy/kubernetes/overlays/local"
+POLICIES = ROOT / "deploy/kubernetes/overlays/production/network.yaml"
 NAMESPACE = "forgemq"
 STEPS = 8
 GROUPS_PER_STEP = 8
@@ -38,6 +43,27 @@ def changed_objects() -> list[dict]:
             "kustomization.yaml": replaced("kustomization.yaml", NEXT_TAG),
         },
     )
+
+
+def policies() -> list[dict]:
+    """Production's rules of who may open a connection to whom.
+
+    The broker's rule is Strimzi's there. Names are answered by the node itself here, so agents may
+    ask it in place of pods of kube-system.
+    """
+    named = {each["metadata"]["name"]: each for each in yaml.safe_load_all(POLICIES.read_text())}
+    for rule in named["agents"]["spec"]["egress"]:
+        if 53 in [each["port"] for each in rule["ports"]]:
+            rule["to"] = [{"ipBlock": {"cidr": f"{ADDRESS}/32"}}]
+    broker = {
+        "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kafka"}},
+        "policyTypes": ["Ingress"],
+        "ingress": [{"ports": [{"port": 9092}]}],
+    }
+    named["kafka"] = named["gateway"] | {"metadata": {"name": "kafka"}, "spec": broker}
+    return [
+        each | {"metadata": {"name": name, "namespace": NAMESPACE}} for name, each in named.items()
+    ]
 
 
 def replaced(file: str, changes: dict[str, str]) -> str:

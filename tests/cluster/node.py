@@ -19,6 +19,7 @@ from tests.cluster.api_server import ApiServer, api_server
 from tests.cluster.cgroups import node_group
 from tests.cluster.docker_layers import Images
 from tests.cluster.enclosure import ADDRESS, Enclosure, enclosure
+from tests.cluster.go_modules import ROUTER
 from tests.cluster.names import DOMAIN
 from tests.cluster.programs import NODE, PAUSE, PLUGINS, program
 
@@ -59,6 +60,8 @@ def node(folder: Path, *, logs: Path) -> Iterator[Node]:
         for name, command in _programs(folder, api, group=group, logs=logs).items():
             stack.enter_context(inside.running(command, log=logs / f"{name}.log"))
         _wait_ready(api, log=logs / "kubelet.log")
+        # It ends if it does not find its node.
+        stack.enter_context(inside.running(_policies(api), log=logs / "policies.log"))
         yield Node(api, images, folder, logs)
 
 
@@ -151,6 +154,13 @@ def _programs(folder: Path, api: ApiServer, *, group: str, logs: Path) -> dict[s
             *names,
         ],
     }
+
+
+def _policies(api: ApiServer) -> list[str]:
+    """What enforces network policies."""
+    parts = ["--run-firewall=true", "--run-router=false", "--run-service-proxy=false"]
+    access = [f"--kubeconfig={api.kubeconfig}", f"--hostname-override={NAME}"]
+    return [str(ROUTER.program("kube-router")), *access, *parts]
 
 
 def _kubelet_settings(folder: Path, *, group: str, logs: Path) -> dict[str, object]:

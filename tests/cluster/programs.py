@@ -34,6 +34,7 @@ _NODE_NEEDS = _SERVER_NEEDS | {
     "containerd": "containerd",
     "runc": "runc",
     "dnsmasq": "dnsmasq (on Debian: apt-get install dnsmasq-base)",
+    "ipset": "ipset",
     "iptables": "iptables",
     "ip": "iproute2",
     "unshare": "util-linux",

@@ -15,6 +15,7 @@ from tests.cluster.local_overlay import (
     changed_objects,
     first_objects,
     images,
+    policies,
     volumes,
 )
 from tests.cluster.node import Node
@@ -31,6 +32,14 @@ DELETED = {
 """Whose pods are deleted after which step."""
 
 CHANGED_AFTER, RESTARTED_AFTER = 4, 5
+GATEWAY, ENGINE, BROKER = "gateway:8000", "inference-0.inference:30000", "kafka:9092"
+REACHED = {
+    "agents": {GATEWAY},
+    "reward": {GATEWAY, BROKER},
+    "trainer": {BROKER},
+    "merger": {BROKER},
+}
+"""By workload, which of the three it can open a connection to."""
 WORKLOADS = (
     "statefulset/kafka",
     "deployment/run",
@@ -55,6 +64,7 @@ class Played(Struct, frozen=True, kw_only=True):
     Attributes:
         rolled: Which workloads the second apply gave a new state.
         replaced: Which workloads' pods it replaced.
+        reached: Which of gateway, engine and broker pods of a workload could connect to.
         restarts: Of containers that started again by themselves, by pod, until a step well before
             the last. At the end agents end with 0, and start again until their pods are given back.
         failed: Containers that ended by themselves with another status, by pod, until the end.
@@ -66,6 +76,7 @@ class Played(Struct, frozen=True, kw_only=True):
 
     rolled: set[str]
     replaced: set[str]
+    reached: dict[str, set[str]]
     restarts: dict[str, dict[str, int]]
     failed: dict[str, list[str]]
     refused: list[str]
@@ -80,7 +91,7 @@ def played(cluster_node: Node, tmp_path_factory: pytest.TempPathFactory) -> Play
     show_images(cluster_node, objects)
     run = ClusterRun(cluster_node)
     with run.timed("everything ready"):
-        run.apply([*volumes(objects, cluster_node.folder / "volumes"), *objects])
+        run.apply([*volumes(objects, cluster_node.folder / "volumes"), *objects, *policies()])
         run.wait_rolled(*WORKLOADS)
     return play(run, tmp_path_factory.mktemp("report"))
 
@@ -101,6 +112,10 @@ def play(run: ClusterRun, folder: Path) -> Played:
             run.delete_pods(each)
     run.wait_for_step(CHANGED_AFTER)
     rolled, replaced = apply_again(run)
+    reached = {
+        workload: {to for to in (GATEWAY, ENGINE, BROKER) if run.reaches(workload, to)}
+        for workload in REACHED
+    }
     run.wait_for_step(RESTARTED_AFTER)
     restarts = {name: pod.restarts for name, pod in run.pods().items() if pod.restarts}
     reward = "deployment/reward"
@@ -117,6 +132,7 @@ def play(run: ClusterRun, folder: Path) -> Played:
     return Played(
         rolled=rolled,
         replaced=replaced,
+        reached=reached,
         restarts=restarts,
         failed=failed,
         refused=[
@@ -164,6 +180,10 @@ def test_every_guarantee_held_over_all_that_was_done_to_the_run(played: Played):
 def test_a_second_apply_rolls_what_another_tag_or_run_file_changed_and_nothing_else(played: Played):
     assert played.rolled == {"merger", "console", "run", "agents"}
     assert played.replaced == played.rolled
+
+
+def test_a_pod_reaches_what_a_network_policy_names_and_nothing_else(played: Played):
+    assert played.reached == REACHED
 
 
 def test_no_container_started_again_by_itself(played: Played):
