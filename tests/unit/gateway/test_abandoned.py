@@ -15,7 +15,7 @@ from forgemq_bus.log import Emit, Log
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.admin import AbortRequest, FinishRequest, RewardRequest
-from forgemq_contracts.groups import ClosedGroup
+from forgemq_contracts.groups import ClosedGroup, RetiredGroup
 from forgemq_contracts.ownership import OwnedRun, PartitionOwner
 from forgemq_gateway.abandoned import Abandoned
 from forgemq_gateway.access import Access
@@ -176,6 +176,24 @@ async def test_an_agent_that_is_heard_of_while_another_end_is_written_keeps_its_
         await scene.abandoned.lapse()
     assert [(end.episode_id, end.status) for end in scene.ends] == [(gone.episode_id, "failed")]
     assert (gone.state, heard.state) == ("ended", "open")
+
+
+async def test_nothing_is_left_to_end_of_a_group_that_retires_while_another_end_is_written(
+    model: Path,
+) -> None:
+    async with scene_of(model) as scene:
+        gone, retired = scene.episode(0), scene.episode(1)
+        scene.clock.at_s[0] += 11.0
+
+        async def retire() -> None:
+            record = RetiredGroup(
+                group_id=retired.opened.group_id, domain="d", purpose="train", reason="cancelled"
+            )
+            scene.context.registry.apply_retired_group(record)
+
+        scene.before_end = retire
+        await scene.abandoned.lapse()
+    assert [(end.episode_id, end.status) for end in scene.ends] == [(gone.episode_id, "failed")]
 
 
 async def test_an_end_that_is_under_way_when_the_group_closes_is_the_only_one(model: Path) -> None:

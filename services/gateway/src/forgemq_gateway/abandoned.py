@@ -36,9 +36,16 @@ class Abandoned:
         # heard of meanwhile, and no lease lapses by that.
         now_s = self._clock.now_s()
         for episode in self._registry.lapsed(now_s):
-            # While a group is restored, its agents are not heard.
-            if episode.has_lapsed(now_s) and self._gateways.serves(episode.opened.group_id):
+            if self._is_held(episode) and episode.has_lapsed(now_s):
                 await self._lapse(episode)
+
+    def _is_held(self, episode: HeldEpisode) -> bool:
+        """Whether this is still the newest attempt of an open group that is served here.
+
+        While a group is restored, its agents are not heard.
+        """
+        is_known = self._registry.episode(episode.episode_id) is episode
+        return is_known and self._gateways.serves(episode.opened.group_id)
 
     async def _lapse(self, episode: HeldEpisode) -> None:
         if self._registry.groups[episode.opened.group_id].facts.source == "live":
