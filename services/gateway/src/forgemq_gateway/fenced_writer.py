@@ -104,10 +104,10 @@ class FencedWriter:
         writing = self._write_waiting()
         try:
             task = self._tasks.create_task(writing)
-        except RuntimeError as error:  # The group takes no task once it ends.
+        except RuntimeError:  # The group takes no task once it ends.
             writing.close()
-            self._waiting.clear()
-            raise LogUnavailableError(_ENDED) from error
+            self._give_up(self._waiting)
+            return
         self._is_writing = True
         task.add_done_callback(self._end_writing)
 
@@ -120,10 +120,14 @@ class FencedWriter:
         """Begin again if records came since; a task that ended early leaves nobody waiting."""
         self._is_writing = False
         if task.cancelled() or task.exception() is not None:
-            self._fail([*self._taken, *self._waiting], LogUnavailableError(_ENDED))
-            self._waiting.clear()
+            self._give_up([*self._taken, *self._waiting])
         elif self._waiting:
             self._begin()
+
+    def _give_up(self, left: Sequence[_Waiting]) -> None:
+        """Leave nobody waiting: nothing more is written here."""
+        self._fail(left, LogUnavailableError(_ENDED))
+        self._waiting.clear()
 
     async def _write(self, batch: Sequence[_Waiting]) -> None:
         """Write these records, or say to each who waits why it is not written."""
