@@ -210,7 +210,7 @@ class JournalledInputs:
         """Read all records of one range.
 
         Raises:
-            JournalError: the log does not return the range's last record.
+            JournalError: the log does not return the range's last record, or nothing for a minute.
         """
         if self._reader is None:
             raise JournalError(f"{item.topic}/{item.partition}@{item.offset}: not opened for it")
@@ -219,14 +219,16 @@ class JournalledInputs:
         deadline_s = self._clock_s() + STALLED_S
         self._reader.resume([place])
         while not found or found[-1].offset < end - 1:
-            while ahead and ahead[0].offset < end:
+            if ahead and ahead[0].offset < end:
                 found.append(ahead.popleft())
-            if found and found[-1].offset == end - 1:
-                break
+                continue
             # A record behind the range proves that its last one is gone: waiting cannot help.
             if ahead or self._clock_s() > deadline_s:
                 raise JournalError(f"{place.topic}/{place.partition}: record {end - 1} is missing")
-            ahead.extend(await self._reader.read(timeout_s=_READ_S, records_max=_RECORDS_MAX))
+            records = await self._reader.read(timeout_s=_READ_S, records_max=_RECORDS_MAX)
+            if records:
+                deadline_s = self._clock_s() + STALLED_S
+            ahead.extend(records)
         self._reader.pause([place])
         return found
 
