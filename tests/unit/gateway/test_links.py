@@ -11,6 +11,7 @@ import pytest
 from forgemq_contracts.ownership import PartitionOwner
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.forwarding import Forwarder, OwnerGoneError
+from forgemq_gateway.links import Links, request_head
 
 HEAD_END = b"\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -130,6 +131,30 @@ async def test_a_connection_that_cannot_be_kept_is_not_used_again(answer: bytes)
     async with owner_of(serve) as owner, Forwarder() as forwarder:
         answers = [await ask(forwarder, owner, b"one") for _ in range(2)]
     assert ([bodies(sent) for sent in answers], owner.connections) == ([b"ok"] * 2, 2)
+
+
+async def test_a_connection_that_was_idle_for_too_long_is_closed_by_a_request_to_another() -> None:
+    has_ended = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(HEAD_END)
+        writer.write(OK)
+        await reader.read()
+        has_ended.set()
+
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(HEAD_END)
+        writer.write(OK)
+
+    links = Links(connect_s=1.0, idle_s=0.0)
+    async with owner_of(serve) as first, owner_of(other) as second:
+        for owner in (first, second):
+            async with links.to(owner.url) as link:
+                link.begin(request_head("GET", owner.url, target=b"/", headers=()))
+                while (await link.part())[1]:
+                    pass
+        await has_ended.wait()
+    links.close()
 
 
 async def test_a_connection_that_the_owner_closed_while_idle_is_not_used_again() -> None:

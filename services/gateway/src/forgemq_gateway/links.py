@@ -7,7 +7,7 @@ bytes from one connection to the other.
 
 import asyncio
 import ssl
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cached_property
@@ -210,11 +210,17 @@ class Link(asyncio.Protocol):
 
 
 class Links:
-    """Connections by the URL they lead to; those that are idle are used again for a while."""
+    """Connections by the URL they lead to; those that are idle are used again for a while.
 
-    def __init__(self, *, connect_s: float) -> None:
+    Gateways come and go under new URLs for as long as a run lasts: each request first closes what
+    has been idle for too long, whomever it leads to.
+    """
+
+    def __init__(self, *, connect_s: float, idle_s: float = _IDLE_S) -> None:
         self._connect_s = connect_s
-        self._idle: defaultdict[str, list[tuple[float, Link]]] = defaultdict(list)
+        self._idle_s = idle_s
+        # The one that was used last is at the end.
+        self._idle: defaultdict[str, deque[tuple[float, Link]]] = defaultdict(deque)
         self._is_closed = False
 
     @cached_property
@@ -243,14 +249,22 @@ class Links:
 
     def _kept(self, url: str) -> Link | None:
         """The connection that was used last, so that those which are not needed grow old."""
-        idle = self._idle[url]
-        oldest_s = asyncio.get_running_loop().time() - _IDLE_S
+        self._close_old()
+        idle = self._idle.get(url)
         while idle:
-            used_s, link = idle.pop()
-            if used_s > oldest_s and link.is_reusable():
+            _, link = idle.pop()
+            if link.is_reusable():
                 return link
             link.close()
         return None
+
+    def _close_old(self) -> None:
+        oldest_s = asyncio.get_running_loop().time() - self._idle_s
+        for url, idle in list(self._idle.items()):
+            while idle and idle[0][0] <= oldest_s:
+                idle.popleft()[1].close()
+            if not idle:
+                del self._idle[url]
 
     async def _connected(self, url: str) -> Link:
         parts = urlsplit(url)
