@@ -64,6 +64,18 @@ def test_rewards_are_by_part_and_a_masked_episode_has_none():
     assert (second.is_masked, second.truncated_by) == (True, "too_many_turns")
 
 
+@pytest.mark.parametrize("choice", ['"none"', '{"type": "none"}'])
+def test_a_turn_whose_client_chose_no_tools_had_none_to_call(choice: str):
+    records = group()
+    turn = msgspec.structs.replace(
+        records.completions[A].turn, asked=f'{{"tool_choice":{choice}}}'.encode()
+    )
+    chosen = {A: msgspec.structs.replace(records.completions[A], turn=turn)}
+    changed = msgspec.structs.replace(records, completions={**records.completions, **chosen})
+    first, _ = rows_of(changed, run="r", reply=reply)
+    assert [len(each.tools) for each in first.turns[:2]] == [0, 1]
+
+
 def test_a_group_whose_completions_are_gone_has_no_rows():
     records = msgspec.structs.replace(group(), completions={})
     with pytest.raises(KeyError):

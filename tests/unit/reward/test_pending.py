@@ -104,13 +104,14 @@ def test_a_completion_that_was_trimmed_away_is_named():
         pending.completions_of(ready.episode)
 
 
-def test_tools_are_those_of_the_digest_unless_the_client_chose_no_tools():
+@pytest.mark.parametrize("choice", ['"none"', '{"type": "none"}'])  # OpenAI's and Anthropic's
+def test_tools_are_those_of_the_digest_unless_the_client_chose_no_tools(choice: str):
     pending = PendingEpisodes()
     pending.on_completion(finished_completion(0, 0, tools=TOOLS), offset=0)
     later = finished_completion(0, 1)
     turn = msgspec.structs.replace(later.turn, tools_digest="t")
     pending.on_completion(msgspec.structs.replace(later, turn=turn), offset=1)
-    refused = msgspec.structs.replace(turn, asked=b'{"tool_choice":"none"}')
+    refused = msgspec.structs.replace(turn, asked=f'{{"tool_choice":{choice}}}'.encode())
     third = finished_completion(0, 2)
     pending.on_completion(msgspec.structs.replace(third, turn=refused), offset=2)
     held = pending.completions_of(finished_episode(0, turns=3))

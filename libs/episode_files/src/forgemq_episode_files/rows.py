@@ -14,13 +14,13 @@ from forgemq_contracts.episodes import EpisodeStatus, FinishedEpisode, ForkCount
 from forgemq_contracts.fields import NamedValue, Purpose, Source, TruncationCause
 from forgemq_contracts.groups import EpisodeScore, NotTrainable, ScoredCompletion, ScoredGroup
 from forgemq_contracts.recorded_turns import RecordedTurn
+from forgemq_contracts.turn_reading import parses_tools
 from forgemq_episode_files.conversation import Message, conversation_to
 
 Reply: TypeAlias = Callable[[FinishedCompletion, Sequence[Message]], Message]
 """The assistant's message that a completion was sent as, given the tools of its turn."""
 
 _SCORED_APART = ("outcome", "speed")
-_NO_TOOL_CHOICE = b'"tool_choice":"none"'
 
 
 class EpisodeRow(Struct, frozen=True, kw_only=True):
@@ -177,7 +177,7 @@ def _tools_of(
     completion: FinishedCompletion, by_digest: Mapping[str, tuple[Message, ...]]
 ) -> tuple[Message, ...]:
     # As the gateway parsed it for the agent: without tools, call markup stays text.
-    if _NO_TOOL_CHOICE in completion.turn.asked:
+    if not parses_tools(completion.turn):
         return ()
     return by_digest.get(completion.turn.tools_digest, ())
 

@@ -9,6 +9,7 @@ from msgspec import Struct
 from forgemq_contracts.arrays import unpack_ids
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.context_cuts import ContextCut
+from forgemq_contracts.turn_reading import parses_tools
 from forgemq_run_view.trajectory import context_bytes
 
 ChatMessage: TypeAlias = dict[str, Any]
@@ -16,7 +17,7 @@ Tool: TypeAlias = dict[str, Any]
 ReadReply: TypeAlias = Callable[
     [FinishedCompletion, Sequence[int], Sequence[Tool]], Mapping[str, Any]
 ]
-"""The message that a completion was to its agent, given its context and the tools it had."""
+"""The message that a completion was to its agent, given its context and the tools it might call."""
 
 _LIST = msgspec.json.Decoder(list[dict[str, Any]])
 
@@ -101,7 +102,8 @@ def _reply(
     completion: FinishedCompletion, request: SentRequest, read_reply: ReadReply
 ) -> ChatMessage:
     """The message that a completion was to its agent, up to the stop string that ended it."""
-    message = dict(read_reply(completion, request.context, request.tools))
+    tools = request.tools if parses_tools(completion.turn) else ()
+    message = dict(read_reply(completion, request.context, tools))
     if completion.stop_string and isinstance(message.get("content"), str):
         message["content"] = message["content"].partition(completion.stop_string)[0]
     return message

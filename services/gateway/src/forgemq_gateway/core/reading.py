@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forgemq_contracts.completions import TurnPart
-from forgemq_gateway.core.asked import is_raw, parses_tools
+from forgemq_contracts.turn_reading import is_raw, parses_tools
 from forgemq_gateway.core.completion_tokens import TOKEN_BYTES
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.history import TAIL_TOKENS, KnownCompletion

@@ -22,7 +22,7 @@ from forgemq_contracts.completions import (
 from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
 from forgemq_contracts.groups import AdmittedGroup, ClosedGroup, RequestedGroup, RetiredGroup
 from forgemq_contracts.steps import TrainedStep
-from forgemq_gateway.core.asked import is_raw, may_be_referred_to
+from forgemq_contracts.turn_reading import is_raw, may_be_referred_to
 from forgemq_gateway.core.attempts import RestoredTurn
 from forgemq_gateway.core.completion_tokens import TOKEN_BYTES
 from forgemq_gateway.core.digests import EMPTY_PATH

@@ -7,11 +7,10 @@ from msgspec import Struct
 from forgemq_contracts.accounting import CompletionLedger, RetiredIds, end_of
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.episodes import FinishedEpisode
+from forgemq_contracts.turn_reading import parses_tools
 
 CONTEXT_TAIL_BYTES = 4 * 256
 """The last 256 token ids: parsing a completion looks back to the opening of its turn."""
-
-_NO_TOOL_CHOICE = b'"tool_choice":"none"'
 
 
 class HeldCompletion(Struct, frozen=True, kw_only=True):
@@ -82,7 +81,7 @@ class PendingEpisodes:
             context_tail=completion.context[-CONTEXT_TAIL_BYTES:],
             messages=turn.messages,
             # As the gateway parsed it for the agent: without tools, call markup stays text.
-            tools=b"[]" if _NO_TOOL_CHOICE in turn.asked else tools.get(turn.tools_digest, b"[]"),
+            tools=tools.get(turn.tools_digest, b"[]") if parses_tools(turn) else b"[]",
             finish_reason=end_of(completion),
         )
 

@@ -1,4 +1,8 @@
-"""What a turn's client asked that decides how its record is read back."""
+"""What a turn's client asked that decides how its output is read.
+
+Gateway, graders and exports decide with these functions, so that all of them read in an output what
+the client got.
+"""
 
 from typing import Any
 
@@ -10,7 +14,7 @@ from forgemq_contracts.completions import TurnPart
 
 class _Asked(Struct):
     tool_choice: Any = None
-    store: bool | None = None
+    store: Any = None
 
 
 def parses_tools(part: TurnPart) -> bool:
