@@ -14,11 +14,11 @@ from forgemq_agents.requests import JsonRequests, Retry
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.admin import Claim, FinishRequest
-from forgemq_contracts.arrays import unpack_ids
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_gateway.core.requests import chat_json
 from forgemq_gateway.protocols.chat_body import request_of
-from forgemq_rendering import Rendering, chat_message
+from forgemq_launcher.records.sent_replies import sent_reply
+from forgemq_rendering import Rendering
 from forgemq_run_view.sent_requests import SentRequest, sent_requests
 from forgemq_telemetry import Telemetry
 from tests.unit.gateway.scripted_lane import Script, ScriptedLane, wall_ms
@@ -83,13 +83,7 @@ class PlayedRun:
         rendering = Rendering.load(self.world.configuration.model.path)
 
         def read_reply(completion, context, tools):
-            parsed = rendering.parse(
-                unpack_ids(completion.output),
-                completion_id=completion.request_id,
-                tools=tools,
-                context=context,
-            )
-            return chat_message(parsed)
+            return sent_reply(completion, rendering=rendering, context=context, tools=tools)
 
         found: dict[str, list[SentRequest]] = {}
         for request in sent_requests(await self.completions(), read_reply=read_reply):

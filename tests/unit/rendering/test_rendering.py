@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgemq_rendering import Rendering
+from forgemq_rendering import Parsed, Rendering, ToolCall
 from tests.unit.rendering.folders import REWRITING_TEMPLATE, write_model_folder
 
 TOOLS = [
@@ -186,6 +186,33 @@ def test_without_tools_markup_is_text(rendering: Rendering) -> None:
     parsed = rendering.parse(output, completion_id=ID)
     assert parsed.content == '<tool_call>\n{"name": "find"}\n</tool_call>'
     assert parsed.tool_calls == ()
+
+
+def test_an_output_without_a_template_is_text_up_to_the_token_that_ended_it(
+    rendering: Rendering,
+) -> None:
+    text = "<think>\nwhy not\n</think>\n\n yes \n"
+    parsed = rendering.parse(encoded(rendering, text + "<|im_end|>"), completion_id=ID, tools=None)
+    assert parsed == Parsed(content=text)
+
+
+@pytest.mark.parametrize(
+    ("stop", "reasoning", "content", "calls"),
+    [
+        ("", "a b", "c d", 1),
+        ("e", "a b", "c d", 1),
+        (" d", "a b", "c", 0),
+        ("c", "a b", "", 0),
+        (" b", "a", "", 0),
+    ],
+)
+def test_a_message_ends_before_the_stop_string_wherever_it_stands(
+    stop: str, reasoning: str, content: str, calls: int
+) -> None:
+    call = ToolCall(id="1", name="find", arguments="{}")
+    cut = Parsed(content="c d", reasoning="a b", tool_calls=(call,), malformed=1).up_to(stop)
+    assert (cut.reasoning, cut.content, len(cut.tool_calls)) == (reasoning, content, calls)
+    assert cut.malformed == 1
 
 
 def test_reasoning_is_separate_from_content(rendering: Rendering) -> None:

@@ -1,6 +1,6 @@
 """How an output may go on in ways that change how its beginning is read.
 
-What `Rendering.parse` and `plain_text` give of an output is settled as far as they give the same
+What `Rendering.parse` gives of an output is settled as far as they give the same
 with each continuation behind it. So the parser itself says what may leave before the output ends.
 """
 

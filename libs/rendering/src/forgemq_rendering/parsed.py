@@ -3,6 +3,7 @@
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 
 class ToolCall(Struct, frozen=True, kw_only=True):
@@ -20,6 +21,17 @@ class Parsed(Struct, frozen=True, kw_only=True):
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     malformed: int = 0
+
+    def up_to(self, stop: str) -> "Parsed":
+        """The message up to the stop string that ended it, as the gateway sends it; "": whole.
+
+        A message is read in this order: reasoning, content, calls.
+        """
+        if stop and stop in self.reasoning:
+            return replace(self, content="", reasoning=_before(stop, self.reasoning), tool_calls=())
+        if stop and stop in self.content:
+            return replace(self, content=_before(stop, self.content), tool_calls=())
+        return self
 
 
 def chat_message(parsed: Parsed) -> dict[str, Any]:
@@ -41,3 +53,7 @@ def chat_message(parsed: Parsed) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def _before(stop: str, text: str) -> str:
+    return text.partition(stop)[0]

@@ -275,7 +275,7 @@ class Rendering:
         output: Sequence[int],
         *,
         completion_id: str,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[Tool] | None = (),
         context: Sequence[int] = (),
     ) -> Parsed:
         """Parse sampled ids to an assistant message; the same arguments give the same message.
@@ -283,10 +283,13 @@ class Rendering:
         Any ids give a message: a call without a name or JSON arguments counts as malformed and
         stays text. All text can be encoded as UTF-8.
 
-        Tool call ids derive from `completion_id`. Without tools nothing is parsed as a tool call.
+        Tool call ids derive from `completion_id`. Without tools nothing is parsed as a tool call;
+        if they are None, no template gave the output a form, and all of it is content.
         `context`: ids before the output (a tail is enough): they may open the reasoning.
         """
         ids = list(output)
+        if tools is None:
+            return Parsed(content=self._tokenizer.decode(self._without_stop(ids)))
         before = self._before(context)
         try:
             parsed = self._renderer.parse_response(
@@ -363,10 +366,6 @@ class Rendering:
         ids = self._tokenizer.encode(self._tokenizer.control_tokens.kept(text))
         opening = self._tokenizer.opening_ids
         return [*opening, *ids] if is_start and ids[: len(opening)] != opening else ids
-
-    def plain_text(self, output: Sequence[int]) -> str:
-        """Text of sampled ids without a template, up to the token that ended them."""
-        return self._tokenizer.decode(self._without_stop(list(output)))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens included."""

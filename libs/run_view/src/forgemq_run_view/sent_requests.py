@@ -101,9 +101,5 @@ def _tools(completion: FinishedCompletion, parent: SentRequest | None) -> tuple[
 def _reply(
     completion: FinishedCompletion, request: SentRequest, read_reply: ReadReply
 ) -> ChatMessage:
-    """The message that a completion was to its agent, up to the stop string that ended it."""
     tools = request.tools if parses_tools(completion.turn) else ()
-    message = dict(read_reply(completion, request.context, tools))
-    if completion.stop_string and isinstance(message.get("content"), str):
-        message["content"] = message["content"].partition(completion.stop_string)[0]
-    return message
+    return dict(read_reply(completion, request.context, tools))

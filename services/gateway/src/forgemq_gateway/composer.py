@@ -253,9 +253,6 @@ class Composer:
         tools: Sequence[Mapping[str, Any]] | None,
         context: Sequence[int],
     ) -> Reply:
-        if tools is None:
-            text = self._rendering.plain_text(output)
-            return Reply(parts=(Text(text),) if text else ())
         parsed = self._rendering.parse(
             output, completion_id=request_id, tools=tools, context=context
         )

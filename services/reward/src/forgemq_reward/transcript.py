@@ -54,9 +54,9 @@ def _completion(held: HeldCompletion, *, sequence: int, rendering: Rendering) ->
     parsed = rendering.parse(
         output,
         completion_id=held.completion_id,
-        tools=msgspec.json.decode(held.tools, type=list[Any]),
+        tools=None if held.tools is None else msgspec.json.decode(held.tools, type=list[Any]),
         context=unpack_ids(held.context_tail),
-    )
+    ).up_to(held.stop_string)
     return GradingCompletion(
         completion_id=held.completion_id,
         sequence=sequence,

@@ -16,8 +16,9 @@ from forgemq_launcher import exit_status
 from forgemq_launcher.commands.run_on_broker import run_on_broker
 from forgemq_launcher.core.configuration import ConfigurationError
 from forgemq_launcher.records.scored_groups import scored_groups
+from forgemq_launcher.records.sent_replies import sent_reply
 from forgemq_launcher.run_folder import RunFolder
-from forgemq_rendering import Rendering, chat_message
+from forgemq_rendering import Rendering
 
 CONTEXT_TAIL_BYTES = 4 * 256
 """Parsing an output looks back to the opening of its turn."""
@@ -97,20 +98,7 @@ def _reply_of(configuration: RunConfiguration, model: Path | None) -> Reply:
     )
 
     def reply(completion: FinishedCompletion, tools: Sequence[Message]) -> Message:
-        parsed = rendering.parse(
-            unpack_ids(completion.output),
-            completion_id=completion.request_id,
-            tools=tools,
-            context=unpack_ids(completion.context[-CONTEXT_TAIL_BYTES:]),
-        )
-        return _before_stop(chat_message(parsed), stop=completion.stop_string)
+        context = unpack_ids(completion.context[-CONTEXT_TAIL_BYTES:])
+        return sent_reply(completion, rendering=rendering, context=context, tools=tools)
 
     return reply
-
-
-def _before_stop(message: Message, *, stop: str) -> Message:
-    """The message up to the stop string that ended it, as the client got it."""
-    content = message["content"]
-    if not stop or not isinstance(content, str) or stop not in content:
-        return message
-    return {**message, "content": content[: content.rindex(stop)]}

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from forgemq_contracts.arrays import unpack_ids
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.messages import Message
-from forgemq_rendering import Rendering, chat_message
+from forgemq_launcher.records.sent_replies import sent_reply
+from forgemq_rendering import Rendering
 from forgemq_run_view.sent_requests import Tool, sent_requests
 from forgemq_run_view.trajectory import chosen
 
@@ -27,13 +27,7 @@ def print_requests(
     def read_reply(
         completion: FinishedCompletion, context: Sequence[int], tools: Sequence[Tool]
     ) -> Mapping[str, Any]:
-        parsed = rendering.parse(
-            unpack_ids(completion.output),
-            completion_id=completion.request_id,
-            tools=tools,
-            context=context,
-        )
-        return chat_message(parsed)
+        return sent_reply(completion, rendering=rendering, context=context, tools=tools)
 
     for request in sent_requests(chosen(messages), read_reply=read_reply):
         if is_meant(request.episode_id):

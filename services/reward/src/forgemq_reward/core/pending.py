@@ -5,23 +5,29 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from msgspec import Struct
 
 from forgemq_contracts.accounting import CompletionLedger, RetiredIds, end_of
-from forgemq_contracts.completions import FinishedCompletion
+from forgemq_contracts.completions import FinishedCompletion, TurnPart
 from forgemq_contracts.episodes import FinishedEpisode
-from forgemq_contracts.turn_reading import parses_tools
+from forgemq_contracts.turn_reading import is_raw, parses_tools
 
 CONTEXT_TAIL_BYTES = 4 * 256
 """The last 256 token ids: parsing a completion looks back to the opening of its turn."""
 
 
 class HeldCompletion(Struct, frozen=True, kw_only=True):
-    """The part of a completion that graders see: no context, no log-probabilities."""
+    """The part of a completion that graders see: no context, no log-probabilities.
+
+    Attributes:
+        tools: JSON array of those whose calls are read in the output; None: it is text as it is.
+        stop_string: What ended the output; "" if something else did.
+    """
 
     completion_id: str
     offset: int
     output: bytes
     context_tail: bytes
     messages: bytes
-    tools: bytes
+    tools: bytes | None
+    stop_string: str
     finish_reason: str
 
 
@@ -80,8 +86,8 @@ class PendingEpisodes:
             output=completion.output,
             context_tail=completion.context[-CONTEXT_TAIL_BYTES:],
             messages=turn.messages,
-            # As the gateway parsed it for the agent: without tools, call markup stays text.
-            tools=tools.get(turn.tools_digest, b"[]") if parses_tools(turn) else b"[]",
+            tools=_tools_read(turn, tools),
+            stop_string=completion.stop_string,
             finish_reason=end_of(completion),
         )
 
@@ -212,6 +218,13 @@ def take_oldest(
     _, partition, ready = min(found, key=lambda each: each[:2])
     partitions[partition].take(ready)
     return partition, ready
+
+
+def _tools_read(turn: TurnPart, known: Mapping[str, bytes]) -> bytes | None:
+    """As the gateway read the output for the agent: without tools, call markup stays text."""
+    if is_raw(turn):
+        return None
+    return known.get(turn.tools_digest, b"[]") if parses_tools(turn) else b"[]"
 
 
 def _of_group(episode_ids: Iterable[str], group_id: str) -> list[str]:
