@@ -10,8 +10,8 @@ from forgemq_launcher.upkeep.services import TRANSFORMS
 
 STOP_TIMEOUT_S = 600.0
 """In a cluster the pods' grace and the audit of a long log come before the end."""
-SAMPLES_MAX = 4096
-"""Episodes of one group."""
+COUNT_MAX = 4096
+"""Of episodes in one group; GPUs of a node and nodes of a run are fewer."""
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
@@ -103,7 +103,7 @@ def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "run.toml beside MODEL or here, or what key=value says: queues.D.agent=module:function",
     )
     judged.add_argument("--domain", required=True, help="a domain of the file, or verifiers:NAME")
-    judged.add_argument("--samples", type=_samples, required=True, metavar="K", help="1 to 4096")
+    judged.add_argument("--samples", type=_count, required=True, metavar="K", help="1 to 4096")
 
 
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -145,8 +145,8 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= SAMPLES_MAX:
-        raise argparse.ArgumentTypeError(f"must be 1 to {SAMPLES_MAX}, got {text!r}")
+    if not text.isdecimal() or not 1 <= int(text) <= COUNT_MAX:
+        raise argparse.ArgumentTypeError(f"must be 1 to {COUNT_MAX}, got {text!r}")
     return int(text)
 
 
@@ -166,12 +166,6 @@ def _number(text: str, *, upto: float) -> float:
     if not 0 < value <= upto:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most {upto:g}, got {text!r}")
     return value
-
-
-def _samples(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= SAMPLES_MAX:
-        raise argparse.ArgumentTypeError(f"must be 1 to {SAMPLES_MAX}, got {text!r}")
-    return int(text)
 
 
 def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -32,8 +32,10 @@ from forgemq_launcher.core.configuration import (
     names_budget,
     next_run,
 )
+from forgemq_launcher.display.lines import say
 from forgemq_launcher.placement import DEVICE, device_of
 from forgemq_launcher.run_folder import RunFolder, RunFolderError, names_taken, run_folders
+from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.settings import LauncherSettings
 from forgemq_launcher.upkeep.services import TRANSFORMS
 from forgemq_settings.environment import SettingsError, parse
@@ -58,25 +60,21 @@ def run_tool(arguments: Sequence[str], *, environ: Mapping[str, str], console: C
         settings = parse(LauncherSettings, prefix="FORGEMQ_LAUNCHER_", environ=environ)
         return _command(options, settings=settings, environ=environ, console=console)
     except (ConfigurationError, RunFolderError, SettingsError) as error:
-        _print_plain(console, f"forgemq: {error}")
+        say(console, f"forgemq: {error}")
         return exit_status.REFUSED
     except (AccessError, PartitionCountError) as error:
-        _print_plain(console, f"forgemq: broker: {error}")
+        say(console, f"forgemq: broker: {error}")
         return exit_status.REFUSED
     except BlobError as error:
-        _print_plain(console, f"forgemq: blobs: {error}")
-        _print_plain(console, "FORGEMQ_BLOBS names where this machine reaches the run's blobs")
+        say(console, f"forgemq: blobs: {error}")
+        say(console, "FORGEMQ_BLOBS names where this machine reaches the run's blobs")
         return exit_status.REFUSED
     except (LogError, BrokerError, RunNotStartedError) as error:
-        _print_plain(console, f"forgemq: broker: {error}")
+        say(console, f"forgemq: broker: {error}")
         return exit_status.FAILED
     except OSError as error:  # A full disk, or a path that cannot be read or written.
-        _print_plain(console, f"forgemq: {error}")
+        say(console, f"forgemq: {error}")
         return exit_status.FAILED
-
-
-def _print_plain(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _command(
@@ -143,7 +141,7 @@ def _new_head(options: argparse.Namespace, *, console: Console) -> int:
     from forgemq_launcher.commands.new_head import write_new_head
 
     count = write_new_head(options.model, options.folder, seed=options.seed)
-    _print_plain(console, f"a head of {count} numbers in {options.folder}")
+    say(console, f"a head of {count} numbers in {options.folder}")
     return exit_status.OK
 
 
@@ -151,7 +149,7 @@ def _merge(options: argparse.Namespace, *, console: Console) -> int:
     from forgemq_launcher.commands.merging import merge_adapter
 
     merged = merge_adapter(options.adapter, options.folder)
-    _print_plain(console, f"{merged} in {options.folder}")
+    say(console, f"{merged} in {options.folder}")
     return exit_status.OK
 
 
@@ -260,10 +258,10 @@ def _lanes(
                 change = command.removesuffix("-lane")
                 return lane_changes.change_lane(gateway, console, change, lane=options.lane)
     except lane_changes.LaneRefusedError as error:
-        _print_plain(console, f"forgemq: {error}")
+        say(console, f"forgemq: {error}")
         return exit_status.REFUSED
     except lane_changes.GatewayAwayError as error:
-        _print_plain(console, f"forgemq: {error}")
+        say(console, f"forgemq: {error}")
         return exit_status.FAILED
 
 
@@ -273,7 +271,7 @@ def _delete(
     from forgemq_launcher.commands.deletion import asks_terminal, delete_run
 
     def confirm(question: str) -> bool:
-        _print_plain(console, question)
+        say(console, question)
         return bool(options.yes) or asks_terminal()
 
     folder = folder_named(options.run, runs=runs)
@@ -287,9 +285,6 @@ def _run(
     environ: Mapping[str, str],
     console: Console,
 ) -> int:
-    from forgemq_launcher.app import RunningRun
-    from forgemq_launcher.run_setup import RunSetup
-
     if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise SettingsError(
             "FORGEMQ_LAUNCHER_TENSORBOARD: install forgemq-telemetry[tensorboard], or leave it off"
@@ -300,13 +295,9 @@ def _run(
     with folder.locked():
         console.print(f"run {folder.run} in {folder.path}", highlight=False, soft_wrap=True)
         budget = made.trainer.memory_budget_bytes / 1e9
-        _print_plain(console, f"trainer on {device}, trainer.memory_budget_bytes {budget:.1f} GB")
+        say(console, f"trainer on {device}, trainer.memory_budget_bytes {budget:.1f} GB")
         setup = RunSetup(folder=folder, configuration=made, settings=settings, environ=environ)
-
-        async def play() -> int:
-            return await RunningRun(setup, console).play()
-
-        return asyncio.run(play())
+        return _play(setup, console)
 
 
 def _eval(
@@ -316,9 +307,7 @@ def _eval(
     environ: Mapping[str, str],
     console: Console,
 ) -> int:
-    from forgemq_launcher.app import RunningRun
     from forgemq_launcher.judged_domain import DEFAULT_NAME, judged_document
-    from forgemq_launcher.run_setup import RunSetup
 
     runs = Path(settings.runs)
     values, source = judged_document(options)
@@ -330,7 +319,7 @@ def _eval(
     folder = RunFolder(runs / made.run)
     folder.make(made, is_evaluation=True)
     with folder.locked():
-        _print_plain(console, f"evaluation {folder.run} in {folder.path}, domain as in {source}")
+        say(console, f"evaluation {folder.run} in {folder.path}, domain as in {source}")
         setup = RunSetup(
             folder=folder,
             configuration=made,
@@ -338,11 +327,16 @@ def _eval(
             environ=environ,
             samples=options.samples,
         )
+        return _play(setup, console)
 
-        async def play() -> int:
-            return await RunningRun(setup, console).play()
 
-        return asyncio.run(play())
+def _play(setup: RunSetup, console: Console) -> int:
+    from forgemq_launcher.app import RunningRun
+
+    async def play() -> int:
+        return await RunningRun(setup, console).play()
+
+    return asyncio.run(play())
 
 
 def _create(options: argparse.Namespace, *, environ: Mapping[str, str], console: Console) -> int:
@@ -353,11 +347,11 @@ def _create(options: argparse.Namespace, *, environ: Mapping[str, str], console:
     made = resolved(options, taken=[], run=run)
     check_paths(made, source=str(options.file))
     blobs = creation.blobs_address(environ)
-    asyncio.run(creation.wait_for_named_broker(environ, say=partial(_print_plain, console)))
+    asyncio.run(creation.wait_for_named_broker(environ, say=partial(say, console)))
     if not run and not names_run(options.overrides):
         made = resolved(options, taken=asyncio.run(creation.runs_announced(environ)))
     started = asyncio.run(creation.create_run(made, environ, blobs=blobs))
-    _print_plain(console, creation.next_commands(started, kafka=environ["FORGEMQ_KAFKA"]))
+    say(console, creation.next_commands(started, kafka=environ["FORGEMQ_KAFKA"]))
     return exit_status.OK
 
 
