@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 _TURN_S = 0.02
 """Longest run without a pause: short beside a heartbeat of group membership (1 s)."""
@@ -13,6 +15,19 @@ async def ends_before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> b
 
     A stop that is set already lets it run up to its first wait at most.
     """
+    return not (await _ended(stop, work)).cancelled()
+
+
+async def result_before(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """As `ends_before`; returns what `work` does, and None if it did not come to its end."""
+    ended = await _ended(stop, work)
+    return None if ended.cancelled() else ended.result()
+
+
+async def _ended(
+    stop: asyncio.Event, work: Coroutine[Any, Any, Result]
+) -> "asyncio.Future[Result]":
+    """The task of `work`, which has ended or was cancelled; raises its error."""
     # Not in a task group: an error of `work` leaves here as it is.
     working = asyncio.ensure_future(work)
     stopping = asyncio.ensure_future(stop.wait())
@@ -25,7 +40,7 @@ async def ends_before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> b
         failure = None if working.cancelled() else working.exception()
     if failure is not None:
         raise failure
-    return not working.cancelled()
+    return working
 
 
 class Turns:

@@ -4,7 +4,7 @@ import asyncio
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -19,6 +19,7 @@ from forgemq_bus.log import Log
 from forgemq_contracts.run import RunConfiguration, StartedRun
 from forgemq_settings.environment import SettingsError, parse
 from forgemq_shell.connection import kafka_connection, run_id
+from forgemq_shell.interruption import result_before
 from forgemq_shell.library_logs import library_logs
 from forgemq_shell.loop_watch import LoopWatch, keep_alive_file
 from forgemq_shell.partition_watch import check_partitions, watch_partitions
@@ -156,7 +157,16 @@ async def _serve(main: Main, environ: Mapping[str, str], telemetry: Telemetry) -
             living = group.create_task(
                 keep_alive_file(path, loop_watch, telemetry, silent_s_max=silent_s_max)
             )
-        work = group.create_task(_run_main(main, environ, telemetry, stop, settings, loop_watch))
+        work = group.create_task(
+            _run_main(
+                main,
+                environ,
+                settings=settings,
+                telemetry=telemetry,
+                stop=stop,
+                loop_watch=loop_watch,
+            )
+        )
         stopping = group.create_task(
             _cancel_after_grace(stop, work, settings.stop_grace_s, telemetry)
         )
@@ -180,13 +190,14 @@ async def _cancel_after_grace(
 async def _run_main(
     main: Main,
     environ: Mapping[str, str],
+    *,
+    settings: ServiceSettings,
     telemetry: Telemetry,
     stop: asyncio.Event,
-    settings: ServiceSettings,
     loop_watch: LoopWatch,
 ) -> None:
-    started = await _result_unless_stopped(
-        _read_started_run(environ, settings.start_timeout_s, telemetry), stop
+    started = await result_before(
+        stop, _read_started_run(environ, settings.start_timeout_s, telemetry)
     )
     if started is None:
         return
@@ -254,20 +265,6 @@ async def _read_started_run(
         return await started_run(log, run, timeout_s=timeout_s, say=say)
     finally:
         await log.close()
-
-
-async def _result_unless_stopped(
-    work: Coroutine[None, None, StartedRun], stop: asyncio.Event
-) -> StartedRun | None:
-    """Await `work`; None, with `work` cancelled, if the stop came first."""
-    async with asyncio.TaskGroup() as group:
-        waiting, working = group.create_task(stop.wait()), group.create_task(work)
-        await asyncio.wait([waiting, working], return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        if not working.done():
-            working.cancel()
-            return None
-    return working.result()
 
 
 def add_code_paths(paths: Sequence[str]) -> None:
