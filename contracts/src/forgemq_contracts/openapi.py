@@ -97,13 +97,7 @@ def _responses(route: Route) -> dict[str, Any]:
     for status, reason in route.all_refusals.items():
         response: dict[str, Any] = {"description": reason, "content": _content(Refusal)}
         if status in RETRIED:
-            seconds = {"type": "integer", "minimum": 0}
-            response["headers"] = {
-                "Retry-After": {
-                    "description": "Ask again after this many seconds.",
-                    "schema": seconds,
-                }
-            }
+            response["headers"] = {"Retry-After": _RETRY_AFTER}
         responses[str(status)] = response
     return responses
 

@@ -45,7 +45,6 @@ class Batch:
 
     def __init__(self, core: Core, *, service: str) -> None:
         self.emits: list[Emit] = []
-        self.bad_records: list[BadRecord] = []
         self.records = 0
         self._core = core
         self._service = service
@@ -146,9 +145,7 @@ class Batch:
     def _add_bad(self, record: Record, reason: str, *, has_dead_letter: bool) -> BadRecord:
         if has_dead_letter:
             self.emits.append(dead_letter(record, reason))
-        bad = BadRecord(record, reason, has_dead_letter)
-        self.bad_records.append(bad)
-        return bad
+        return BadRecord(record, reason, has_dead_letter)
 
 
 def stamped(emits: Sequence[Emit], *, task: str, sequence: int) -> list[Emit]:

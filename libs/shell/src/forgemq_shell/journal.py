@@ -47,11 +47,6 @@ class JournalEntry:
     sequence: int
     batch: JournalledBatch | None
 
-    @property
-    def has_snapshot(self) -> bool:
-        """Whether a task can begin with it."""
-        return self.batch is None or self.batch.snapshot is not None
-
 
 def snapshot_headers(sequence: int) -> Headers:
     """Headers of the journal record of a snapshot."""

@@ -38,11 +38,6 @@ class StagedCopy:
         return copy
 
     @property
-    def is_whole(self) -> bool:
-        """Whether every byte is there and checked."""
-        return self._is_whole
-
-    @property
     def broken(self) -> str:
         """Why no more bytes come; "" while they may."""
         return self._broken
