@@ -81,7 +81,7 @@ class Engines:
             server.start()
 
     async def remove(self, lane: int) -> None:
-        """Stop a lane's engines, if it has some here; cancel its task `keep` before."""
+        """Stop a lane's engines, if it has some here; its task `keep` must have ended."""
         servers = self._lanes.pop(lane, None)
         for name, server in _named_servers(lane, servers) if servers else ():
             self._healthy.discard(name)
@@ -114,7 +114,7 @@ class Engines:
             self._note(f"engine {name} died; restarting in {delay_s:.1f} s ({server.log_path})")
             await asyncio.sleep(delay_s)
             self._started_s = time.monotonic()
-            await asyncio.to_thread(_restart, server)
+            await _restart(server)
 
     def _wait_healthy(self, name: str, server: EngineServer) -> None:
         def progress(waited_s: float, line: str) -> None:
@@ -144,6 +144,17 @@ def _named_servers(lane: int, servers: LaneServers) -> Iterator[tuple[str, Engin
     yield str(lane), servers.serving
 
 
-def _restart(server: EngineServer) -> None:
-    server.stop()  # Kills what a dead server left of its process group.
-    server.start()
+async def _restart(server: EngineServer) -> None:
+    """Start a server again; a cancellation waits for that, or it would start after its stop."""
+
+    def restart() -> None:
+        server.stop()  # Kills what a dead server left of its process group.
+        server.start()
+
+    restarting = asyncio.ensure_future(asyncio.to_thread(restart))
+    try:
+        await asyncio.shield(restarting)
+    except asyncio.CancelledError:
+        await asyncio.wait([restarting])
+        restarting.exception()  # Nobody is left to raise it to.
+        raise

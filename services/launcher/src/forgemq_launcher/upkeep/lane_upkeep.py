@@ -107,5 +107,7 @@ class LaneUpkeep:
         """End a lane's processes: requests that do not end in time go to other lanes."""
         self._note(f"lane {lane} is removed; its processes end")
         await self._supervisor.end(f"inference-{lane}")
-        self._tasks.pop(lane).cancel()
+        keeping = self._tasks.pop(lane)
+        keeping.cancel()
+        await asyncio.wait([keeping])
         await self._engines.remove(lane)
