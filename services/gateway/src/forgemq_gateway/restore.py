@@ -6,7 +6,7 @@ retired groups further back for their reasons, heartbeats only at their end.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -123,28 +123,23 @@ class Restore:
         numbers: Collection[int] | None = None,
     ) -> dict[Place, int]:
         """Apply these partitions up to their ends; returns the positions behind what was read."""
-        async for record in self._until(places, ends=ends):
-            if self._applying.is_of_other(record, numbers):
-                continue
-            decoded = await self._applying.decoded(record)
-            if decoded is not None and not self._has_ended(decoded):
-                self._applying.restore(decoded, record)
-        return self._read
-
-    async def _until(
-        self, places: Sequence[Place], *, ends: Mapping[Place, int]
-    ) -> AsyncIterator[Record]:
         reader = await self._log.reader(await self._starts(places, ends=ends))
         try:
-            wanted = {place: ends[place] for place in places}
-            async for records in read_up_to(reader, wanted):
+            async for records in read_up_to(reader, {place: ends[place] for place in places}):
                 for record in records:
-                    yield record
+                    await self._apply_one(record, numbers)
                     # Groups that this gateway serves already are answered between two records.
                     await asyncio.sleep(0)
-            self._read = {place: reader.position(place) for place in places}
+            return {place: reader.position(place) for place in places}
         finally:
             await reader.close()
+
+    async def _apply_one(self, record: Record, numbers: Collection[int] | None) -> None:
+        if self._applying.is_of_other(record, numbers):
+            return
+        decoded = await self._applying.decoded(record)
+        if decoded is not None and not self._has_ended(decoded):
+            self._applying.restore(decoded, record)
 
     async def _starts(
         self, places: Sequence[Place], *, ends: Mapping[Place, int]

@@ -1,6 +1,7 @@
 """Commits for the whole run where a start begins to read: the owner of partition 0 does it."""
 
 import asyncio
+from functools import partial
 
 from forgemq_bus.errors import FINAL_ERRORS, FencedError, LogError, LogUnavailableError
 from forgemq_bus.log import Log, Place
@@ -74,7 +75,7 @@ class RunMarks:
         ends = await self._log.end_positions([reports, *self._restore.places_from_now()])
         tail = await ownership.tail_start(self._log)
         context = self._context
-        self._kept = KeptKeys(
+        kept = KeptKeys(
             self._members.owners,
             asked=context.registry.asked,
             known=context.gateways.record,
@@ -86,12 +87,12 @@ class RunMarks:
             open_groups=context.registry.groups,
             every_s=context.settings.mark_every_s,
             telemetry=context.telemetry,
-            keep_known=self._keep_known,
+            keep_known=partial(self._keep_known, kept),
         )
 
-    async def _keep_known(self) -> None:
+    async def _keep_known(self, kept: KeptKeys) -> None:
         try:
-            await self._kept.write_due(
+            await kept.write_due(
                 read_before=[self._feed.first_read[place] for place in self._requested]
             )
         except FencedError as error:
