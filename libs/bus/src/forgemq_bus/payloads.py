@@ -84,7 +84,7 @@ async def fetched(records: Sequence[Record], *, blobs: BlobStore | None) -> list
     async def one(record: Record) -> Record:
         if BLOB_HEADER not in dict(record.headers):
             return record
-        headers = tuple(h for h in record.headers if h[0] not in (BLOB_HEADER, CODEC_HEADER))
+        headers = tuple(header for header in record.headers if header[0] not in BLOB_HEADERS)
         try:
             async with gate:
                 value = await _value(record, blobs=blobs)

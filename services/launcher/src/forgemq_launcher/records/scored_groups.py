@@ -103,9 +103,11 @@ class PartitionGroups:
 
     def _take(self, message: Message) -> None:
         record = message.record
-        if getattr(record, "group_id", "") in self._over:
-            return
         match record:
+            case FinishedEpisode() | GradedEpisode() | FinishedCompletion() if (
+                record.group_id in self._over
+            ):
+                pass
             case FinishedEpisode():
                 self._episodes[record.group_id].setdefault(record.episode_id, record)
             case GradedEpisode():
