@@ -204,8 +204,9 @@ class Requests:
             async with self._slot():
                 record = await self._under_one_version(request, run, taken_s=taken_s)
             if self._teacher is not None:  # Its place is free meanwhile.
-                taught = await self._teacher.taught_before(self._closed, record, run.context)
-                record = taught or refused_completion(request, self._closed.result())
+                closed = self._closed
+                taught = await self._teacher.taught_before(closed, record, run.context)
+                record = taught or refused_completion(request, closed.result())
             self._state.end(run.attempt)
             if is_candidate(record):
                 # Before the write: a request that names this one may come as soon as it is written.
@@ -307,16 +308,17 @@ class Requests:
     ) -> EngineAnswer | Refused:
         deadline_ms = request.deadline_ms
         timeout_s = max(_TIMEOUT_MIN_S, (deadline_ms - now_ms()) / 1000)
-        cancel = self._cancels[attempt] = _future()
+        cancel, closed = _future(), self._closed
+        self._cancels[attempt] = cancel
         generating = self._engine.generate(
             body, timeout_s=timeout_s, listener=self._listener(request)
         )
         call = asyncio.ensure_future(generating)
         try:
-            ends: list[asyncio.Future[Any]] = [call, cancel, self._closed]
+            ends: list[asyncio.Future[Any]] = [call, cancel, closed]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not call.done() and not cancel.done():
-                return self._closed.result()
+                return closed.result()
             if not call.done():
                 await self._abort(str(body["rid"]), call)
             return await self._result(call, str(body["rid"]), deadline_ms=deadline_ms)
