@@ -3,17 +3,22 @@
 import asyncio
 import socket
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 from aiokafka import errors as kafka_errors
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forgemq_bus.blobs import BlobStore
 from forgemq_bus.errors import FencedError, LogError, LogUnavailableError
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.kafka_connection import bound_and_translate, client_settings, retry, stop_client
-from forgemq_bus.kafka_writer import firsts_first
+from forgemq_bus.kafka_run import KafkaRun
+from forgemq_bus.kafka_writer import KafkaOutbox, KafkaWriter, firsts_first
 from forgemq_bus.log import Emit, Place
+from forgemq_contracts.fields import BlobReference
 
 
 @pytest.mark.parametrize("bootstrap", ["", "localhost", "a:1,b", "host:port"])
@@ -81,6 +86,47 @@ async def test_foreign_errors_are_translated(
     with pytest.raises(expected, match="test: "):
         async with bound_and_translate(KafkaConnection(bootstrap="a:1"), "test"):
             raise raised
+
+
+class SlowStore(BlobStore):
+    """Takes longer for each blob than a broker may for its answer."""
+
+    async def put(self, data: bytes) -> BlobReference:
+        await asyncio.sleep(0.2)
+        return await super().put(data)
+
+
+class Broker:
+    """Knows every partition and acknowledges each record at once, at offset 7."""
+
+    offset = 7
+
+    async def check(self, places: Any) -> None:
+        assert places
+
+    async def partitions_for(self, name: str) -> None:
+        assert name
+
+    async def send(self, _: str, **record: Any) -> "asyncio.Future[Any]":
+        assert record["value"] == b""
+        acknowledged = asyncio.get_running_loop().create_future()
+        acknowledged.set_result(self)
+        return acknowledged
+
+
+async def test_a_slow_blob_store_is_not_taken_for_a_broker_that_does_not_answer(
+    tmp_path: Path,
+) -> None:
+    broker: Any = Broker()
+    kafka_run = KafkaRun(
+        connection=KafkaConnection(bootstrap="a:1", retry_s=0.1),
+        run="r",
+        blobs=SlowStore(str(tmp_path), run="r"),
+        inline_bytes_max=1,
+    )
+    writer = KafkaWriter(KafkaOutbox(broker, topics=broker, kafka_run=kafka_run))
+    large = Emit(topic="scored-groups-v1", partition=0, key=b"", value=b"large")
+    assert await writer.write(large) == 7
 
 
 async def test_only_retriable_errors_are_retried() -> None:

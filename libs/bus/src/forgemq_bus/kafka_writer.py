@@ -104,8 +104,9 @@ class KafkaWriter:
         """Write records, in order per partition, without waiting in between."""
         if self.is_closed:
             raise ClosedError("write after close")
+        # Apart: a slow blob store is no broker that does not answer.
+        ready = await self._outbox.prepared(emits)
         async with bound_and_translate(self._outbox.connection, "write"):
-            ready = await self._outbox.prepared(emits)
             # One after the other: a gathering of them costs more than the write of one.
             return [(await written).offset for written in await self._outbox.send(ready)]
 
