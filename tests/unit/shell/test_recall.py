@@ -15,6 +15,8 @@ from forgemq_contracts.messages import Output
 from forgemq_merger.core.merger import Merger
 from forgemq_shell.comparison import compare
 from forgemq_shell.journal import SNAPSHOT_HEADER, JournalError
+from forgemq_shell.recorded_log import RecordedLog
+from forgemq_shell.recording import record_task
 from forgemq_shell.records import emit_of
 from forgemq_shell.task import TransformTask
 from forgemq_shell.task_plan import TaskPlan
@@ -22,6 +24,7 @@ from forgemq_telemetry import Telemetry
 from tests.lost_values import LosingStore, blob_of, log_with
 from tests.simulation.cases import EPISODES, TURNS, finished_completion, retired, scored_group
 from tests.unit.shell.task_world import JOURNAL, MERGED, QUIET
+from tests.unit.shell.test_comparison import CONFIGURATION
 
 COMPLETIONS = Place(topics.FINISHED_COMPLETIONS.name, 0)
 SCORED = Place(topics.SCORED_GROUPS.name, 0)
@@ -241,3 +244,25 @@ async def test_a_replay_begins_with_a_snapshot_whose_records_are_kept(bench: Ben
     compared = await compare(bench.log, PLAN, Merger(0), outputs=[TREES, MERGED])
     assert compared.difference is None
     assert compared.batches > 0
+
+
+async def test_a_recording_has_what_a_snapshot_names_though_no_batch_behind_it_reads_any(
+    bench: Bench,
+):
+    async with bench.task():
+        await bench.complete(0)
+        await bench.until_read(COMPLETIONS)
+        await bench.until_snapshot()
+        for group in (7, 9, 11):
+            await bench.write(topics.RETIRED_GROUPS, retired(group))
+            await bench.until_read(RETIRED)
+            await bench.until_snapshot()
+        await bench.until_needed(0)
+    await bench.trim()
+    recording = await record_task(
+        bench.log, PLAN, configuration=CONFIGURATION, outputs=[TREES, MERGED]
+    )
+    recorded = {part.topic: len(part.records) for part in recording.partitions}
+    assert recorded[COMPLETIONS.topic] == PER_GROUP
+    compared = await compare(RecordedLog(recording), PLAN, Merger(0), outputs=[TREES, MERGED])
+    assert (compared.difference, compared.batches > 0) == (None, True)

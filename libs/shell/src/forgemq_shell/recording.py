@@ -18,6 +18,7 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_shell.batch import batch_sequence
 from forgemq_shell.journal import input_starts, read_journal
 from forgemq_shell.recall import recalled_starts
+from forgemq_shell.restored_positions import handled_positions
 from forgemq_shell.task_plan import TaskPlan
 
 RECORDING_BYTES_MAX = 256 * 2**20
@@ -106,16 +107,10 @@ async def record_task(
     end = (await log.end_positions([plan.journal]))[plan.journal]
     batches = await read_journal(log, plan.journal, start=first, end=end)
     partitions = [await copy.partition(plan.journal, first, end)]
-    ends = {
-        Place(item.topic, item.partition): item.offset + item.count
-        for batch in batches
-        for item in batch.inputs
-        if item.topic
-    }
-    kept = await log.first_positions(list(ends))
-    starts = input_starts(batches)
+    starts, ends = input_starts(batches), handled_positions(batches)
     for place, start in recalled_starts(batches).items():
         starts[place] = min(start, starts.get(place, start))
+    kept = await log.first_positions(list(starts))
     for place, start in starts.items():
         # The first one that is left tells the replay what was trimmed away.
         start_kept = min(max(start, kept[place]), ends[place])
