@@ -293,7 +293,7 @@ def _run(
     device = device_of(made, environ)
     environ = {**environ, DEVICE: device}
     with folder.locked():
-        console.print(f"run {folder.run} in {folder.path}", highlight=False, soft_wrap=True)
+        say(console, f"run {folder.run} in {folder.path}")
         budget = made.trainer.memory_budget_bytes / 1e9
         say(console, f"trainer on {device}, trainer.memory_budget_bytes {budget:.1f} GB")
         setup = RunSetup(folder=folder, configuration=made, settings=settings, environ=environ)

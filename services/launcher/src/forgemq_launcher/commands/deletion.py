@@ -82,11 +82,10 @@ async def _delete_here(
     blobs = environ.get("FORGEMQ_BLOBS", "")
     elsewhere = f" and its blobs in {blobs}" if blobs else ""
     if not (folder / "kafka" / "ports.json").is_file() and (folder / "logs").is_dir():
-        console.print(
+        say(
+            console,
             f"run {folder.run} has no broker of its own: what it has on another one stays, unless "
             "FORGEMQ_KAFKA names it",
-            highlight=False,
-            soft_wrap=True,
         )
     if not confirm(f"delete run {folder.run}: {folder.path}{elsewhere}?"):
         return _nothing(console)

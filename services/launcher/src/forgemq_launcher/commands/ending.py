@@ -106,7 +106,7 @@ async def end_run(
         ended, requested = await end_of(log, started), None
         if ended is None:
             await _change(cluster, workloads, is_released=False)
-            console.print(f"waiting until run {folder.run} is played", highlight=False)
+            say(console, f"waiting until run {folder.run} is played")
             requested = await played_or_asked(log, started)
         if requested is not None:
             say(console, asked_text(requested))

@@ -15,6 +15,7 @@ from forgemq_episode_files.writing import EpisodeWriter
 from forgemq_launcher import exit_status
 from forgemq_launcher.commands.run_on_broker import run_on_broker
 from forgemq_launcher.core.configuration import ConfigurationError
+from forgemq_launcher.display.lines import say
 from forgemq_launcher.records.scored_groups import scored_groups
 from forgemq_launcher.records.sent_replies import sent_reply
 from forgemq_launcher.run_folder import RunFolder
@@ -61,16 +62,10 @@ async def export_run(
                     continue
                 for row in rows:
                     writer.write(row)
-    console.print(
-        f"{writer.rows} episodes in {len(writer.files)} files in {to}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    say(console, f"{writer.rows} episodes in {len(writer.files)} files in {to}")
     if unkept:
-        console.print(
-            f"{unkept} groups are left out: their turns are not kept (log.keep_for_replay)",
-            highlight=False,
-            soft_wrap=True,
+        say(
+            console, f"{unkept} groups are left out: their turns are not kept (log.keep_for_replay)"
         )
     return exit_status.FAILED if unkept else exit_status.OK
 

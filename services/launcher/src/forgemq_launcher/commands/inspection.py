@@ -25,7 +25,7 @@ from forgemq_launcher.commands.run_on_broker import run_on_broker
 from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.cuts import cut_lines
 from forgemq_launcher.display.fork_table import fork_table
-from forgemq_launcher.display.lines import left_out, say
+from forgemq_launcher.display.lines import left_out, say, show
 from forgemq_launcher.display.report_files import closing, write_report
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
@@ -61,9 +61,9 @@ async def list_runs(
         here = {folder.run for folder in folders}
         for each in await _runs_elsewhere(environ, here=here):
             shown.add_row(each.started.run, *_announced_cells(each))
-    console.print(shown if shown.row_count else "no runs yet: `make demo` makes the first")
+    show(console, shown if shown.row_count else "no runs yet: `make demo` makes the first")
     for reason in unreadable:
-        console.print(reason, markup=False, highlight=False, soft_wrap=True)
+        say(console, reason)
     return exit_status.FAILED if unreadable else exit_status.OK
 
 
@@ -110,7 +110,7 @@ def _run_cells(folder: RunFolder) -> tuple[str, ...]:
 async def audit(folder: RunFolder, environ: Mapping[str, str], console: Console) -> int:
     """Check the guarantees of a run on its log; the status is 1 if one does not hold."""
     result, _ = await _audited(folder, environ)
-    console.print(closing(result))
+    show(console, closing(result))
     return exit_status.OK if all(result.guarantees.values()) else exit_status.FAILED
 
 
@@ -134,9 +134,9 @@ def leave_report(result: Report, state: RunState, console: Console, *, folder: P
     curves = CurveWriter(folder)
     curves.write(state, is_end=True)
     curves.close()
-    console.print(closing(result))
+    show(console, closing(result))
     names = f"{', '.join(written)} and curves.jsonl"
-    console.print(f"{names} are in {folder}", highlight=False, soft_wrap=True)
+    say(console, f"{names} are in {folder}")
 
 
 async def _audited(folder: RunFolder, environ: Mapping[str, str]) -> tuple[Report, RunState]:
@@ -173,10 +173,10 @@ async def inspect(
         messages = [message_of(record) for record in records]
     found = [each for each in trajectories(messages) if _is_of(each.episode_id, what=what)]
     if not found and follower.view.knows(group_id):
-        console.print(f"the turns of {what!r} are not kept (log.keep_for_replay)", highlight=False)
+        say(console, f"the turns of {what!r} are not kept (log.keep_for_replay)")
         return exit_status.FAILED
     if not found:
-        console.print(f"nothing is known of {what!r} in run {folder.run}", highlight=False)
+        say(console, f"nothing is known of {what!r} in run {folder.run}")
         return exit_status.FAILED
     if as_requests:
         # Loads the rendering, which no other command needs.
@@ -201,17 +201,23 @@ async def dlq(folder: RunFolder, environ: Mapping[str, str], console: Console) -
 
     Of one whose bytes lie in the blob store the address is shown.
     """
-    shown = Table("topic", "source", "reason", "first bytes")
     async with run_on_broker(folder, environ) as (log, _):
-        for topic in OF_RUN:
-            if topic.has_dlq:
-                first = await log.first_positions([dead_letters_of(topic)])
-                # Their values may lie in the blob store, and their beginning is not worth that.
-                async for records in read_from(log, first, has_values=False):
-                    for record in records:
-                        shown.add_row(topic.name, *_letter_cells(record))
-    console.print(shown if shown.row_count else "no dead letters")
-    return exit_status.FAILED if shown.row_count else exit_status.OK
+        count = await print_letters(log, console)
+    return exit_status.FAILED if count else exit_status.OK
+
+
+async def print_letters(log: Log, console: Console) -> int:
+    """Print the dead letters of a run; returns how many there are."""
+    shown = Table("topic", "source", "reason", "first bytes")
+    for topic in OF_RUN:
+        if topic.has_dlq:
+            first = await log.first_positions([dead_letters_of(topic)])
+            # Their values may lie in the blob store, and their beginning is not worth that.
+            async for records in read_from(log, first, has_values=False):
+                for record in records:
+                    shown.add_row(topic.name, *_letter_cells(record))
+    show(console, shown if shown.row_count else "no dead letters")
+    return shown.row_count
 
 
 def _letter_cells(record: Record) -> tuple[str, str, str]:
@@ -252,7 +258,7 @@ def print_groups(follower: Follower, console: Console) -> None:
             str(row.truncated),
             "-" if row.success is None else f"{row.success:.2f}",
         )
-    console.print(shown)
+    show(console, shown)
 
 
 def _place_of(row: GroupRow) -> str:
@@ -264,18 +270,18 @@ def _place_of(row: GroupRow) -> str:
 def print_forks(state: RunState, console: Console) -> None:
     """Print why requests forked, if any did."""
     if state.forks:
-        console.print(fork_table(state.forks))
+        show(console, fork_table(state.forks))
 
 
 def print_trajectory(trajectory: Trajectory, tokenizer: Tokenizer | None, console: Console) -> None:
     """Print an episode: what it earned, and each turn with its tokens and what that earned."""
     console.rule(f"episode {trajectory.episode_id}")
-    console.print(_earned(trajectory.reward), highlight=False, soft_wrap=True)
+    say(console, _earned(trajectory.reward))
     for message in trajectory.messages:
-        console.print(f"{message.role} (imported)", style="bold", highlight=False)
+        console.print(Text(f"{message.role} (imported)", style="bold"))
         console.print(Text(message.text), soft_wrap=True)
     for turn in trajectory.turns:
-        console.print(_header(turn), style="bold", highlight=False)
+        console.print(Text(_header(turn), style="bold"))
         for line in cut_lines(turn):
             console.print(Text(line, style="yellow"), soft_wrap=True)
         shown = turn.seen or turn.context

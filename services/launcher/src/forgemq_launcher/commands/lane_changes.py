@@ -26,6 +26,7 @@ from forgemq_contracts.lane_routes import (
 from forgemq_contracts.lanes import LANE_LAPSE_MS
 from forgemq_launcher import exit_status
 from forgemq_launcher.commands.own_gateway import RunGateway
+from forgemq_launcher.display.lines import say, show
 from forgemq_launcher.upkeep.named_engines import health_refusal
 
 ANSWER_TIMEOUT_S = 30.0
@@ -46,7 +47,7 @@ class GatewayAwayError(Exception):
 
 def list_lanes(gateway: RunGateway, console: Console) -> int:
     """Print every lane of the run: what is wanted of it and how it is doing."""
-    console.print(_table(_asked(gateway, LIST_LANES, LaneList)))
+    show(console, _table(_asked(gateway, LIST_LANES, LaneList)))
     return exit_status.OK
 
 
@@ -63,13 +64,12 @@ def add_lane(gateway: RunGateway, console: Console, *, lane: int | None, engine_
     if engine_url and gateway.is_here and (why := health_refusal(engine_url)):
         raise LaneRefusedError(f"--engine: {engine_url} does not answer a health check: {why}")
     added = _asked(gateway, ADD_LANE, LaneStatus, body=addition)
-    console.print(f"lane {added.lane} is added; it takes requests once its engine serves")
+    say(console, f"lane {added.lane} is added; it takes requests once its engine serves")
     if not gateway.is_here:
-        console.print(
+        say(
+            console,
             f"start its process: FORGEMQ_INFERENCE_LANE={added.lane} "
             f"FORGEMQ_INFERENCE_ENGINE_URL={engine_url or '...'} python -m forgemq_inference",
-            highlight=False,
-            soft_wrap=True,
         )
     return list_lanes(gateway, console)
 

@@ -19,6 +19,7 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.trainer_plan import PlanAnswer, PlanQuestion
 from forgemq_launcher import exit_status
 from forgemq_launcher.core.configuration import ConfigurationError
+from forgemq_launcher.display.lines import say
 from forgemq_launcher.display.plan_lines import plan_lines
 from forgemq_launcher.plan.episodes import EpisodesError
 from forgemq_launcher.plan.findings import notes, reasons
@@ -66,10 +67,10 @@ def plan_run(
     )
     if options.json:
         text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode()
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(console, text)
     else:
         for line in plan_lines(report):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            say(console, line)
     return exit_status.OK if report.fits else exit_status.FAILED
 
 

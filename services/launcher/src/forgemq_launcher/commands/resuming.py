@@ -7,6 +7,7 @@ from rich.console import Console
 from forgemq_launcher import exit_status
 from forgemq_launcher.commands.inspection import end_of
 from forgemq_launcher.commands.run_on_broker import run_on_broker
+from forgemq_launcher.display.lines import say
 from forgemq_launcher.records.announcement import next_start
 from forgemq_launcher.records.run_topics import write_start
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
@@ -38,5 +39,5 @@ async def resume(folder: RunFolder, environ: Mapping[str, str], console: Console
         again = await next_start(log, started.configuration, blobs=started.blobs, now_ms=at_ms)
         await write_start(kafka_connection(environ), again)
     text = f"run {folder.run} is announced again, behind step {again.resumed_from_step}"
-    console.print(f"{text}: start its services", highlight=False, soft_wrap=True)
+    say(console, f"{text}: start its services")
     return exit_status.OK

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
+from forgemq_launcher.display.lines import say
+
 
 async def print_service(
     service: str,
@@ -42,7 +44,7 @@ async def print_service(
     try:
         while line := await process.stdout.readline():
             text = line.decode(errors="replace").rstrip("\n")
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            say(console, text)
         return await process.wait()
     finally:
         if process.returncode is None:

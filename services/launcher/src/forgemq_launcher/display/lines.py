@@ -1,6 +1,9 @@
-"""Lines that commands print as they are: no markup, no colours, no breaks of their own."""
+"""Lines and tables that commands print as they are: no markup, no breaks of their own.
 
-from rich.console import Console
+What graders, agents and bad records say may look like rich's markup, such as [/INST].
+"""
+
+from rich.console import Console, RenderableType
 
 from forgemq_bus.errors import BlobError
 
@@ -8,6 +11,11 @@ from forgemq_bus.errors import BlobError
 def say(console: Console, text: str) -> None:
     """Print one line."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def show(console: Console, table: RenderableType) -> None:
+    """Print a table; brackets in its cells are text too."""
+    console.print(table, markup=False)
 
 
 def left_out(error: BlobError) -> str:

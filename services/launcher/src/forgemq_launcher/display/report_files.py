@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from forgemq_launcher.display.fork_table import fork_table
 from forgemq_launcher.display.panel import duration
@@ -112,9 +113,9 @@ def table(report: Report) -> Table:
     for name, value in _lines(report):
         shown.add_row(name, value)
     for verdict in report.guarantees_checked:
-        mark = "[green]held[/]" if verdict.holds else "[bold red]DID NOT HOLD[/]"
+        mark = ("held", "green") if verdict.holds else ("DID NOT HOLD", "bold red")
         wrong = "".join(f"\n  {text}" for text in verdict.violations)
-        shown.add_row(verdict.name, f"{mark}: {verdict.checked}{wrong}")
+        shown.add_row(verdict.name, Text.assemble(mark, f": {verdict.checked}{wrong}"))
     return shown
 
 

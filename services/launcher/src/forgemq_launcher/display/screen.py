@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from forgemq_launcher.display.lines import say, show
 from forgemq_launcher.display.panel import PanelView, line, panel
 from forgemq_run_view.state import RunState
 
@@ -46,12 +47,12 @@ class Screen:
         self._events.append(stamped.splitlines()[0])
         if self._live is None:
             with self._until_gone():
-                self._console.print(stamped, markup=False, highlight=False, soft_wrap=True)
+                say(self._console, stamped)
 
     def print(self, shown: RenderableType) -> None:
         """Print a table or a text as it is; not while the panel is up."""
         with self._until_gone():
-            self._console.print(shown)
+            show(self._console, shown)
 
     def open(self) -> None:
         """Show the panel from here on, if there is a terminal."""
