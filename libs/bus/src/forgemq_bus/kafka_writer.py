@@ -120,8 +120,9 @@ class KafkaWriter:
 class KafkaTransactionWriter:
     """Implements `log.TransactionWriter`; one commit at a time.
 
-    A commit that fails for any reason leaves the writer dead. Whether the transaction was committed
-    is known once a new writer of the same id is open: opening waits until it has ended.
+    A commit that fails after its values are in the blob store leaves the writer dead. Whether the
+    transaction was committed is known once a new writer of the same id is open: opening waits until
+    it has ended.
     """
 
     def __init__(self, outbox: KafkaOutbox, *, transactional_id: str) -> None:

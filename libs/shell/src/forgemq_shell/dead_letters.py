@@ -16,7 +16,7 @@ from forgemq_bus.log import Emit, Headers, Log, Place, Record, Writer
 from forgemq_contracts import topics
 from forgemq_contracts.dead_letters import DeadLetter
 from forgemq_contracts.fields import EpisodeId, GroupId
-from forgemq_shell.records import GROUP_HEADER
+from forgemq_shell.records import GROUP_HEADER, group_in_header
 
 REASON_CHARACTERS_MAX = 500
 """Enough for a validation error with its path; a reason may quote the sender's bytes at length."""
@@ -60,10 +60,9 @@ def group_of(record: Record) -> str:
 
     Tried in order: the header of its writer, its key, and the field `group_id` of its bytes.
     """
-    header = dict(record.headers).get(GROUP_HEADER, b"").decode(errors="replace")
     key = record.key.decode(errors="replace")
     field = topics.BY_NAME[record.topic].key
-    if not (group := _valid(header, GroupId)):
+    if not (group := _valid(group_in_header(record) or "", GroupId)):
         if field == "group_id":
             group = _valid(key, GroupId)
         elif field == "episode_id" and _valid(key, EpisodeId):

@@ -27,8 +27,8 @@ def emit_of(output: Output, *, headers: Headers = ()) -> Emit:
     )
 
 
-def group_of(record: Record) -> str | None:
-    """The group in a record's header, without decoding it; None if it has none."""
+def group_in_header(record: Record) -> str | None:
+    """The group that a record's header names, without decoding it; None if it names none."""
     name = dict(record.headers).get(GROUP_HEADER)
     return None if name is None else name.decode(errors="replace")
 

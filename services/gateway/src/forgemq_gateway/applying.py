@@ -24,7 +24,7 @@ from forgemq_gateway.core.lane_results import LaneResult
 from forgemq_gateway.core.registry import Parse
 from forgemq_gateway.dispatcher import Dispatcher
 from forgemq_gateway.feed_topics import COMPLETIONS
-from forgemq_shell.records import group_of
+from forgemq_shell.records import group_in_header
 
 OWNERS_CHANGED = "owners"
 """Notified on the change signal when a partition has come or gone, as the id of a group is."""
@@ -63,7 +63,7 @@ class Applying:
         """
         if record.topic not in COMPLETIONS:
             return False
-        group = group_of(record)
+        group = group_in_header(record)
         if group is None:
             return False
         is_here = numbers is None or self._gateways.partition_of(group) in numbers
