@@ -18,10 +18,10 @@ from forgemq_contracts.completions import (
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.weights import PublishedWeights, Rendezvous
 from forgemq_inference.core.context import TokenContext
+from forgemq_inference.core.engine_limits import EngineLimits
 from forgemq_inference.core.generation import (
     EngineAnswer,
     EngineFinish,
-    EngineLimits,
     EngineMeta,
     EngineSpan,
     InvalidAnswerError,

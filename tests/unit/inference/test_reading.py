@@ -86,4 +86,10 @@ def test_what_is_too_long_with_its_output_is_refused_as_overflow():
 def test_a_token_that_the_model_has_not_never_reaches_the_engine():
     refused = body_of([4], given=pack_ids([LIMITS.vocabulary_size]))
     assert isinstance(refused, Refused)
-    assert "outside the vocabulary" in refused.error
+    assert refused.error == "engine: a token id is outside the vocabulary of 50"
+
+
+def test_an_output_behind_nothing_is_refused_as_that():
+    refused = body_of([])
+    assert isinstance(refused, Refused)
+    assert refused.error == "engine: the context is empty"

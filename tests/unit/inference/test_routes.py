@@ -15,9 +15,9 @@ from forgemq_contracts.arrays import pack_ids
 from forgemq_contracts.completions import FinishedCompletion, RequestedCompletion
 from forgemq_contracts.episodes import Sampling
 from forgemq_inference.core.context import TokenContext
+from forgemq_inference.core.engine_limits import EngineLimits
 from forgemq_inference.core.generation import (
     EngineAnswer,
-    EngineLimits,
     InvalidAnswerError,
     Timing,
     finished_completion,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from forgemq_inference.core.generation import EngineLimits
+from forgemq_inference.core.engine_limits import EngineLimits
 from forgemq_inference.core.routes import Experts
 from forgemq_inference.engine import EngineRefusedError, ServerInfo
 

@@ -21,10 +21,10 @@ from forgemq_contracts.partitions import group_partition
 from forgemq_contracts.repetition import RepetitionStop
 from forgemq_inference.batch_clock import BatchClock
 from forgemq_inference.core.acceptance import AcceptanceMeter
+from forgemq_inference.core.engine_limits import EngineLimits
 from forgemq_inference.core.engine_load import alone_s
 from forgemq_inference.core.generation import (
     EngineAnswer,
-    EngineLimits,
     EngineMeta,
     InvalidAnswerError,
     Timing,

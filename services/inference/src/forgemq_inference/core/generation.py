@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from msgspec import Raw, Struct
 
-from forgemq_contracts.arrays import pack_floats, pack_ids, unpack_ids
+from forgemq_contracts.arrays import pack_floats, pack_ids
 from forgemq_contracts.completions import (
     Constraint,
     FinishedCompletion,
@@ -25,6 +25,7 @@ from forgemq_contracts.completions import (
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.repetition import RepetitionStop
 from forgemq_inference.core.context import TOKEN_BYTES, TokenContext
+from forgemq_inference.core.engine_limits import EngineLimits, overflow, unreadable
 from forgemq_inference.core.lane import CANCELLED, Refused
 from forgemq_inference.core.repetition import NO_REPETITION_STOP, repetition_parameters
 from forgemq_inference.core.routes import Experts, InvalidRoutesError, packed_routes
@@ -36,24 +37,6 @@ _STREAM_INTERVAL_TOKENS = 4
 
 _CONSTRAINT_REFUSALS = ("Failed to compile", "Grammar preprocessing", "Grammar-based generation")
 """How SGLang 0.5.23's errors begin that are about a grammar (its `GrammarManager`)."""
-
-
-class EngineLimits(Struct, frozen=True, kw_only=True):
-    """What the engine can take; beyond it a request is refused here.
-
-    Attributes:
-        context_tokens_max: Context and output together.
-        input_tokens_max: Context alone.
-        vocabulary_size: A token id at or above it would end the engine's process.
-        experts: None for a dense model.
-        records_routes: Whether the engine can say which experts ran for a token.
-    """
-
-    context_tokens_max: int
-    input_tokens_max: int
-    vocabulary_size: int
-    experts: Experts | None = None
-    records_routes: bool = False
 
 
 class EngineSpan(Struct, frozen=True):
@@ -149,18 +132,10 @@ def generate_body(
     """
     tokens_count = context.tokens_count
     room = limits.context_tokens_max - tokens_count
-    if not tokens_count:
-        return Refused("error", "engine", "engine: the context is empty")
     if room < 1 or tokens_count > limits.input_tokens_max:
         return overflow(tokens_count, limits)
-    # Only new tokens: those a delta continues were checked on arrival, or sampled by the engine.
-    brought = unpack_ids(request.context)
-    if brought and (min(brought) < 0 or max(brought) >= limits.vocabulary_size):
-        return Refused(
-            "error",
-            "engine",
-            f"engine: a token id is outside the vocabulary of {limits.vocabulary_size}",
-        )
+    if (refused := unreadable(context, request.context, limits=limits)) is not None:
+        return refused
     body: dict[str, Any] = {
         "rid": rid,
         "input_ids": Raw(b"[" + context.text + b"]"),
@@ -179,16 +154,6 @@ def generate_body(
     if _recorded_experts(request, limits) is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": tokens_count - 1}
     return body
-
-
-def overflow(tokens_count: int, limits: EngineLimits) -> Refused:
-    """The refusal of what is too long for the engine to read."""
-    return Refused(
-        "error",
-        "context_overflow",
-        f"context_overflow: a context of {tokens_count} tokens is over the engine's limit of "
-        f"{min(limits.input_tokens_max, limits.context_tokens_max - 1)}",
-    )
 
 
 def sampling_parameters(

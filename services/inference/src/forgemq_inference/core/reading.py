@@ -11,13 +11,12 @@ from msgspec import Raw
 from forgemq_contracts.arrays import pack_floats, unpack_ids
 from forgemq_contracts.completions import FinishedCompletion, RequestedCompletion, WeightSpan
 from forgemq_inference.core.context import TOKEN_BYTES, TokenContext
+from forgemq_inference.core.engine_limits import EngineLimits, overflow, unreadable
 from forgemq_inference.core.generation import (
     EngineAnswer,
-    EngineLimits,
     InvalidAnswerError,
     Timing,
     completion_record,
-    overflow,
     refused_completion,
 )
 from forgemq_inference.core.lane import Refused
@@ -67,18 +66,12 @@ def reading_body(
     weights: Weights,
 ) -> dict[str, Any] | Refused:
     """The body of /generate for a given output, or why the engine must not see it."""
-    given = unpack_ids(request.given)
-    tokens_count = context.tokens_count + len(given)
+    tokens_count = context.tokens_count + len(request.given) // TOKEN_BYTES
     if tokens_count >= limits.context_tokens_max or tokens_count > limits.input_tokens_max:
         return overflow(tokens_count, limits)
-    brought = [*unpack_ids(request.context), *given]
-    if not context.tokens_count or max(brought) >= limits.vocabulary_size:
-        return Refused(
-            "error",
-            "engine",
-            f"engine: the context is empty, or a token id is outside the vocabulary of "
-            f"{limits.vocabulary_size}",
-        )
+    refused = unreadable(context, request.context + request.given, limits=limits)
+    if refused is not None:
+        return refused
     return {"rid": rid, "extra_key": weights.name, **reading_fields(context, request.given)}
 
 
