@@ -2,7 +2,7 @@
 
 from forgemq_audit.run_reader import RunReader
 from forgemq_audit.unaudited import unaudited
-from forgemq_bus.kept_records import message_of, read_all
+from forgemq_bus.kept_records import messages_of, read_all
 from forgemq_bus.log import Log, Place
 from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun
 from forgemq_contracts.topics import ENDED_RUNS, STARTED_RUNS
@@ -76,8 +76,8 @@ async def up_s(log: Log, configuration: RunConfiguration, *, now_ms: int) -> flo
     starts: list[int] = []
     ends: list[int] = []
     async for records in read_all(log, [Place(STARTED_RUNS.name, 0), Place(ENDED_RUNS.name, 0)]):
-        for record in records:
-            match message_of(record).record:
+        for message in messages_of(records):
+            match message.record:
                 case StartedRun() as each if each.run == configuration.run:
                     starts.append(each.started_ms)
                 case EndedRun() as each if each.run == configuration.run:

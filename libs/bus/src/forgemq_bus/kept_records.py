@@ -1,6 +1,8 @@
 """Reading what a log still holds, while its oldest records may be deleted at any moment."""
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+
+import msgspec
 
 from forgemq_bus.bounded_reads import read_up_to
 from forgemq_bus.decoding import decoded_record
@@ -22,6 +24,18 @@ def message_of(record: Record) -> Message:
         timestamp_ms=record.timestamp_ms,
         record=decoded_record(record),
     )
+
+
+def messages_of(records: Iterable[Record]) -> Iterator[Message]:
+    """The messages of those that decode, for a reader whose place it is not to refuse the others.
+
+    A topic that all runs share may hold records of a later release, which has other fields.
+    """
+    for record in records:
+        try:
+            yield message_of(record)
+        except msgspec.ValidationError:
+            continue
 
 
 async def read_all(log: Log, places: Sequence[Place]) -> AsyncIterator[list[Record]]:

@@ -3,7 +3,7 @@
 import msgspec
 
 from forgemq_bus.errors import UnknownPlaceError
-from forgemq_bus.kept_records import message_of, read_all
+from forgemq_bus.kept_records import messages_of, read_all
 from forgemq_bus.log import Log, Place
 from forgemq_contracts.run import EndedRun, StartedRun
 from forgemq_contracts.run_ends import is_end_of
@@ -20,14 +20,15 @@ class AnnouncedRun(msgspec.Struct, frozen=True, kw_only=True):
 async def announced_runs(log: Log) -> tuple[AnnouncedRun, ...]:
     """The runs of a broker, the newest start first; () on a broker that never had one.
 
-    A run that was deleted is among them: its start stays on the topic that all runs share.
+    A run that was deleted is among them: its start stays on the topic that all runs share. Records
+    that do not decode are left out.
     """
     starts: dict[str, StartedRun] = {}
     ends: dict[str, EndedRun] = {}
     try:
         async for records in read_all(log, [Place(topic.name, 0) for topic in SHARED]):
-            for record in records:
-                match message_of(record).record:
+            for message in messages_of(records):
+                match message.record:
                     case StartedRun() as started:
                         starts[started.run] = started
                     case EndedRun() as ended:

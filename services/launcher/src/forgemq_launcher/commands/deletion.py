@@ -9,14 +9,12 @@ from rich.console import Console
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.kafka_removal import KafkaRemoval, RunOnBroker, kafka_removal
-from forgemq_bus.kept_records import message_of, read_all
-from forgemq_bus.log import Place
-from forgemq_contracts.run import StartedRun
-from forgemq_contracts.topics import SHARED, STARTED_RUNS
+from forgemq_contracts.topics import SHARED
 from forgemq_launcher import exit_status
 from forgemq_launcher.display.lines import say
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
 from forgemq_shell.connection import kafka_connection
+from forgemq_shell.started_run import newest_start
 
 Confirm = Callable[[str], bool]
 """Asks a question; returns whether the answer is yes."""
@@ -144,16 +142,11 @@ def _delete_folder(folder: RunFolder, console: Console) -> None:
 async def _announced_blobs(connection: KafkaConnection, run: str) -> str:
     """Blob store of the run's newest start; '' if it was never announced on this broker."""
     log = KafkaLog(connection, run=run)
-    blobs = ""
     try:
-        async for records in read_all(log, [Place(STARTED_RUNS.name, 0)]):
-            for record in records:
-                started = message_of(record).record
-                if isinstance(started, StartedRun) and started.run == run:
-                    blobs = started.blobs
+        started = await newest_start(log, run)
     finally:
         await log.close()
-    return blobs
+    return started.blobs if started else ""
 
 
 def _nothing(console: Console) -> int:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from forgemq_audit.run_report import audit_run
 from forgemq_bus.kafka import KafkaLog
 from forgemq_bus.kafka_runs import runs_on_broker
-from forgemq_bus.kept_records import message_of, read_all, read_at, read_from
+from forgemq_bus.kept_records import message_of, messages_of, read_all, read_at, read_from
 from forgemq_bus.log import Log, Place, Record
 from forgemq_bus.partitions import dead_letters_of
 from forgemq_bus.payloads import BLOB_HEADERS, reference_of
@@ -235,8 +235,8 @@ async def end_of(log: Log, started: StartedRun) -> EndedRun | None:
     """How the newest start of the run ended; None while it is up, or if it was killed."""
     newest: EndedRun | None = None
     async for records in read_all(log, [Place(ENDED_RUNS.name, 0)]):
-        for record in records:
-            ended = message_of(record).record
+        for message in messages_of(records):
+            ended = message.record
             if isinstance(ended, EndedRun) and is_end_of(ended, started):
                 newest = ended
     return newest

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 from msgspec import Struct
 
-from forgemq_bus.kept_records import message_of, read_all
+from forgemq_bus.kept_records import messages_of, read_all
 from forgemq_bus.log import Log
 from forgemq_bus.partitions import partitions_of
 from forgemq_contracts.curriculum import SOLVED_OUTCOME_MIN
@@ -54,8 +54,8 @@ async def evaluation_of(
         for place in partitions_of(topic, configuration)
     ]
     async for records in read_all(log, places):
-        for record in records:
-            match message_of(record).record:
+        for message in messages_of(records):
+            match message.record:
                 case RequestedGroup(idempotency_key=key, group_id=group_id):
                     numbers[group_id] = _number(key)
                 case ScoredGroup() as group:

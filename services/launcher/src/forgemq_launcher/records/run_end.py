@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from forgemq_bus.kept_records import message_of
+from forgemq_bus.kept_records import messages_of
 from forgemq_bus.log import Log, Place
 from forgemq_contracts.messages import Output
 from forgemq_contracts.requested_end import RequestedEnd
@@ -53,10 +53,8 @@ async def _records(log: Log, place: Place) -> AsyncIterator[msgspec.Struct]:
     reader = await log.reader(await log.first_positions([place]))
     try:
         while True:
-            for record in await reader.read(timeout_s=_READ_TIMEOUT_S, records_max=_RECORDS_MAX):
-                try:
-                    yield message_of(record).record
-                except msgspec.ValidationError:
-                    continue
+            records = await reader.read(timeout_s=_READ_TIMEOUT_S, records_max=_RECORDS_MAX)
+            for message in messages_of(records):
+                yield message.record
     finally:
         await reader.close()

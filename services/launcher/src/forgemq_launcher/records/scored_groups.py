@@ -9,9 +9,7 @@ slots of each queue, as in the services.
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 
-import msgspec
-
-from forgemq_bus.kept_records import message_of, read_from
+from forgemq_bus.kept_records import messages_of, read_from
 from forgemq_bus.log import Log, Place
 from forgemq_contracts.accounting import CompletionLedger, RetiredIds
 from forgemq_contracts.completions import FinishedCompletion
@@ -191,12 +189,4 @@ class _Feed:
 async def _decoded(log: Log, place: Place, *, start: int, end: int) -> AsyncIterator[list[Message]]:
     """Batches below `end`; a record that does not decode is left to its own reader."""
     async for records in read_from(log, {place: start}, ends={place: end}):
-        messages = []
-        for record in records:
-            if record.offset >= end:
-                continue
-            try:
-                messages.append(message_of(record))
-            except msgspec.ValidationError:
-                continue
-        yield messages
+        yield list(messages_of(record for record in records if record.offset < end))
