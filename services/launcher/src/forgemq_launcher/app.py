@@ -17,7 +17,7 @@ from forgemq_contracts.topics import (
 )
 from forgemq_launcher import exit_status
 from forgemq_launcher.display.curves import CurveWriter
-from forgemq_launcher.display.evaluation_report import evaluation_tables, write_evaluation
+from forgemq_launcher.display.evaluation_report import evaluation_tables
 from forgemq_launcher.display.panel import PanelView, ShownService
 from forgemq_launcher.display.report_files import closing, write_report
 from forgemq_launcher.display.run_display import RunDisplay
@@ -33,6 +33,7 @@ from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.upkeep.run_processes import RunProcesses
 from forgemq_launcher.upkeep.stop_signal import StopSignal
 from forgemq_launcher.upkeep.supervisor import ServiceStatus
+from forgemq_launcher.whole_files import write_json
 from forgemq_run_view import view
 from forgemq_shell.clock import now_ms
 
@@ -202,7 +203,7 @@ class RunningRun:
             ),
         )
         path = self._setup.folder / "pass_at_k.json"
-        write_evaluation(found, path)
+        write_json(path, found)
         for table in evaluation_tables(found):
             self._screen.print(table)
         self._screen.say(f"report: {path}")

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from forgemq_contracts.run import RunConfiguration
+from forgemq_launcher.whole_files import write_json, write_whole
 from forgemq_settings.environment import SettingsError
 from forgemq_settings.key_file import KeyFile
 
@@ -72,10 +73,7 @@ class RunFolder:
 
     def keep(self, configuration: RunConfiguration) -> None:
         """Write the configuration down; the agents and the next resume read it."""
-        text = msgspec.json.format(msgspec.json.encode(configuration), indent=2)
-        draft = self.path / "configuration.json.draft"
-        draft.write_bytes(text + b"\n")
-        draft.replace(self.path / "configuration.json")
+        write_json(self.path / "configuration.json", configuration)
 
     def configuration(self) -> RunConfiguration:
         """The configuration of the run; raises RunFolderError if there is no such run."""
@@ -121,7 +119,7 @@ class RunFolder:
 
     def keep_gateway_port(self, port: int) -> None:
         """Write down the port, so that the agents' addresses are the same after a resume."""
-        (self.path / "gateway.port").write_text(f"{port}\n")
+        write_whole(self.path / "gateway.port", b"%d\n" % port)
 
     def remove(self) -> None:
         """Remove the folder; if that ends halfway, what is left is still this run's folder."""
@@ -162,8 +160,7 @@ class RunFolder:
 
 def _kept_key(path: Path) -> str:
     if not path.is_file():
-        path.touch(mode=0o600)
-        path.write_text(secrets.token_urlsafe(KEY_BYTES))
+        write_whole(path, secrets.token_urlsafe(KEY_BYTES).encode(), mode=0o600)
     return first_key(path)
 
 

@@ -1,9 +1,7 @@
-"""What `forgemq eval` shows and writes: a table for each domain, and all of it as JSON."""
+"""What `forgemq eval` shows: a table for each domain."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
-import msgspec
 from rich.table import Table
 
 from forgemq_launcher.records.evaluation import DomainEvaluation
@@ -27,10 +25,3 @@ def _table(found: DomainEvaluation) -> Table:
         interval = f"{rate.low:.3f} - {rate.high:.3f}"
         shown.add_row(str(rate.k), f"{rate.rate:.3f}", interval, str(rate.tasks))
     return shown
-
-
-def write_evaluation(found: Sequence[DomainEvaluation], path: Path) -> None:
-    """Write all of it as JSON; readers see the old file or the whole new one."""
-    scratch = path.with_name(path.name + ".new")
-    scratch.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
-    scratch.replace(path)

@@ -4,13 +4,13 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from forgemq_launcher.display.fork_table import fork_table
 from forgemq_launcher.display.panel import duration
+from forgemq_launcher.whole_files import write_json
 from forgemq_run_view.report import Report
 from forgemq_run_view.state import EffectiveYield, RunState, UntrainedDomain
 
@@ -27,19 +27,11 @@ def write_report(report: Report, state: RunState, *, folder: Path) -> tuple[str,
 
     A container image has no matplotlib, so there is no picture there.
     """
-    _write_json(report, folder / "report.json")
+    write_json(folder / "report.json", report)
     if importlib.util.find_spec("matplotlib") is None:
         return ("report.json",)
     _write_plot(state, report, folder / "report.png")
     return ("report.json", "report.png")
-
-
-def _write_json(report: Report, path: Path) -> None:
-    """Write the report; readers see the old file or the whole new one."""
-    text = msgspec.json.format(msgspec.json.encode(report), indent=2)
-    scratch = path.with_suffix(".json.new")
-    scratch.write_bytes(text + b"\n")
-    scratch.replace(path)
 
 
 def _write_plot(state: RunState, report: Report, path: Path) -> None:

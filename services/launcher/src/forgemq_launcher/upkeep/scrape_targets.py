@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import msgspec
 from msgspec import Struct
 
 from forgemq_launcher.upkeep.supervisor import ServiceSpec
+from forgemq_launcher.whole_files import write_json
 from forgemq_settings.environment import parse
 from forgemq_telemetry.ports import metrics_port
 from forgemq_telemetry.settings import TelemetrySettings
@@ -54,6 +54,4 @@ def write_targets(path: Path, targets: tuple[ScrapeTargets, ...]) -> None:
         path.unlink(missing_ok=True)
         return
     path.parent.mkdir(exist_ok=True)
-    draft = path.with_suffix(".draft")
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(targets), indent=2) + b"\n")
-    draft.replace(path)
+    write_json(path, targets)
