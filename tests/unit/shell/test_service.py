@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.log import Emit
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.examples import minimal
@@ -19,7 +20,7 @@ from forgemq_settings.environment import SettingsError
 from forgemq_shell.connection import kafka_connection
 from forgemq_shell.records import emit_of
 from forgemq_shell.service import EXIT_REFUSED, Context, add_code_paths, run_service
-from forgemq_shell.started_run import RunNotStartedError, started_run
+from forgemq_shell.started_run import RunNotStartedError, UnreadableRunError, started_run
 from tests.ports import free_port
 
 BROKER = {"FORGEMQ_KAFKA": "127.0.0.1:9092"}
@@ -136,6 +137,22 @@ async def test_a_run_that_never_starts_is_named_with_what_the_log_said(log: Memo
     with pytest.raises(RunNotStartedError, match=r"no record of run 'r-1'.*0.1 s") as gone:
         await started_run(log, "r-1", timeout_s=0.1)
     assert "does not exist" in str(gone.value.__cause__)
+
+
+async def test_a_newest_record_that_does_not_decode_is_named_with_what_is_wrong(log: MemoryLog):
+    """And neither an older one of the run nor one of another run stands in its way."""
+    await log.create_topics({topics.STARTED_RUNS.name: 1})
+    await put(log, started("r-1", at_ms=1))
+    writer = await log.writer()
+    await writer.write(Emit(topic=topics.STARTED_RUNS.name, partition=0, key=b"r-1", value=b"\x80"))
+    await put(log, started("r-2", at_ms=2))
+    with pytest.raises(
+        UnreadableRunError,
+        match=r"newest record of run 'r-1' \(started-runs-v1, offset 1\).*missing.*`run`",
+    ):
+        await started_run(log, "r-1", timeout_s=5)
+    await put(log, started("r-1", at_ms=3))
+    assert (await started_run(log, "r-1", timeout_s=5)).started_ms == 3
 
 
 async def test_a_service_that_waits_says_what_is_missing_now_and_then(log: MemoryLog):

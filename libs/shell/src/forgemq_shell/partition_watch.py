@@ -31,6 +31,7 @@ async def check_partitions(
     Raises:
         PartitionCountError: names the topic, and both numbers.
         GrownRunError: they have those of a newer start of the run.
+        UnreadableRunError: perhaps so, but this release cannot read that start.
     """
     counts = _counts(configuration)
     try:
@@ -51,7 +52,7 @@ async def watch_partitions(log: Log, configuration: RunConfiguration, *, every_s
     """Check the partitions again and again, until cancelled; a broker that is away is no reason.
 
     Raises:
-        PartitionCountError, GrownRunError: as `check_partitions`.
+        PartitionCountError, GrownRunError, UnreadableRunError: as `check_partitions`.
     """
     while True:
         await asyncio.sleep(every_s)

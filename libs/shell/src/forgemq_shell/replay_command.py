@@ -31,7 +31,7 @@ from forgemq_shell.recording import (
     write_recording,
 )
 from forgemq_shell.service import EXIT_FAILED, EXIT_OK, EXIT_REFUSED, Main, run_service
-from forgemq_shell.started_run import RunNotStartedError, started_run
+from forgemq_shell.started_run import RunNotStartedError, UnreadableRunError, started_run
 from forgemq_shell.transform import Transform
 from forgemq_shell.transform_settings import TransformSettings
 
@@ -43,7 +43,14 @@ Say: TypeAlias = Callable[[str], None]
 START_TIMEOUT_S = 30.0
 """The run is on the log already: this only bounds a broker that is slow or the wrong one."""
 
-_REFUSED = (AccessError, SettingsError, RunNotStartedError, RecordingError, JournalError)
+_REFUSED = (
+    AccessError,
+    SettingsError,
+    RunNotStartedError,
+    UnreadableRunError,
+    RecordingError,
+    JournalError,
+)
 """What the user has to correct, or that cannot be replayed."""
 
 KEEPING = "a run with log.keep_for_replay = true keeps every input"

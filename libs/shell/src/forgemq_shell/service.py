@@ -24,7 +24,7 @@ from forgemq_shell.library_logs import library_logs
 from forgemq_shell.loop_watch import LoopWatch, keep_alive_file
 from forgemq_shell.partition_watch import check_partitions, watch_partitions
 from forgemq_shell.restore import NewerLogicError
-from forgemq_shell.started_run import started_run
+from forgemq_shell.started_run import UnreadableRunError, started_run
 from forgemq_telemetry.causes import causes
 from forgemq_telemetry.settings import TelemetrySettings
 from forgemq_telemetry.telemetry import Telemetry, open_telemetry
@@ -38,7 +38,13 @@ EXIT_REFUSED = 2
 _LOOK_S_MAX = 10.0
 """Three tries of a connection, also on a busy machine."""
 
-_REFUSED = (SettingsError, AccessError, NewerLogicError, PartitionCountError)
+_REFUSED = (
+    SettingsError,
+    AccessError,
+    NewerLogicError,
+    PartitionCountError,
+    UnreadableRunError,
+)
 
 
 class ServiceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,7 +121,8 @@ def run_service(
     Without a `loop_factory` it runs on asyncio's own event loop.
 
     0: ended or stopped. 1: failed, with one line and a traceback on stderr. 2: its settings were
-    refused, also by the broker, or the run's topics have other partitions, with one line.
+    refused, also by the broker, or the run's topics or record are not as this release reads them,
+    with one line.
     """
     telemetry = Telemetry(service=name)
     try:

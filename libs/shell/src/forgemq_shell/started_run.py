@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import msgspec
 
+from forgemq_bus.decoding import decoded_record
 from forgemq_bus.errors import AccessError, LogError, LogUnavailableError
 from forgemq_bus.kept_records import read_all
-from forgemq_bus.log import Log, Place
+from forgemq_bus.log import Log, Place, Record
 from forgemq_contracts.run import StartedRun
 from forgemq_contracts.topics import STARTED_RUNS
 
 _PLACE = Place(STARTED_RUNS.name, 0)
-_DECODER = msgspec.msgpack.Decoder(StartedRun)
 _RETRY_S = 0.5
 """Between two looks: short beside a service's start of seconds."""
 
@@ -27,6 +27,10 @@ SAY_EVERY_S = 30.0
 
 class RunNotStartedError(Exception):
     """No StartedRun of this run came onto the log within the time."""
+
+
+class UnreadableRunError(Exception):
+    """The run's newest record does not decode; the text names it, and what is wrong with it."""
 
 
 async def started_run(
@@ -49,6 +53,7 @@ async def started_run(
     Raises:
         RunNotStartedError: none came within `timeout_s`; its cause is the log's last failure.
         AccessError: the broker refuses this process.
+        UnreadableRunError: as `newest_start`.
     """
     deadline_s = clock_s() + timeout_s
     missing = _Missing(say, next_s=clock_s() + SAY_AFTER_S)
@@ -96,10 +101,24 @@ class _Missing:
 
 
 async def newest_start(log: Log, run: str) -> StartedRun | None:
-    """Read the newest StartedRun of the run that is on the log; None if it is not there yet."""
-    newest = None
+    """Read the newest StartedRun of the run that is on the log; None if it is not there yet.
+
+    Raises:
+        UnreadableRunError: it is not a record that this release can read.
+    """
+    newest: Record | None = None
     async for records in read_all(log, [_PLACE]):
         for record in records:
             if record.key == run.encode():
-                newest = _DECODER.decode(record.value)
-    return newest
+                newest = record
+    if newest is None:
+        return None
+    try:
+        started = decoded_record(newest)
+    except msgspec.ValidationError as error:
+        raise UnreadableRunError(
+            f"the newest record of run {run!r} ({newest.topic}, offset {newest.offset}) does not "
+            f"decode: {error}; a later release of ForgeMQ may have started the run"
+        ) from error
+    assert isinstance(started, StartedRun)
+    return started

@@ -40,7 +40,7 @@ from forgemq_launcher.settings import LauncherSettings
 from forgemq_launcher.upkeep.services import TRANSFORMS
 from forgemq_settings.environment import SettingsError, parse
 from forgemq_settings.hidden_process import hide_process
-from forgemq_shell.started_run import RunNotStartedError
+from forgemq_shell.started_run import RunNotStartedError, UnreadableRunError
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def run_tool(arguments: Sequence[str], *, environ: Mapping[str, str], console: C
     except (ConfigurationError, RunFolderError, SettingsError) as error:
         say(console, f"forgemq: {error}")
         return exit_status.REFUSED
-    except (AccessError, PartitionCountError) as error:
+    except (AccessError, PartitionCountError, UnreadableRunError) as error:
         say(console, f"forgemq: broker: {error}")
         return exit_status.REFUSED
     except BlobError as error:

@@ -59,6 +59,7 @@ async def run_on_broker(
     Raises:
         RunFolderError: the run is not known here and FORGEMQ_KAFKA is not set.
         RunNotStartedError: the run is not on the broker, or not any more.
+        UnreadableRunError: a later release may have started it.
         SettingsError: the address of its blobs is of a kind that this machine cannot read.
     """
     async with run_broker(folder, environ) as (_, connection):
