@@ -9,12 +9,12 @@ protocol's.
 
 import asyncio
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 import orjson
-from msgspec import Struct
 
 from forgemq_bus.errors import FINAL_ERRORS, LogError
 from forgemq_gateway.access import Access
@@ -60,14 +60,6 @@ from forgemq_gateway.wire_protocol import TokenCounter, WireProtocol
 _LOGPROB_BYTES = 128
 
 
-class Started(Struct, frozen=True, kw_only=True):
-    """A request whose turns, one for each choice, a client waits for."""
-
-    request: Request
-    episode: HeldEpisode
-    awaited: tuple[Awaited, ...]
-
-
 class TurnRoute:
     """Answers requests for completions of open episodes."""
 
@@ -106,47 +98,24 @@ class TurnRoute:
         protocol: WireProtocol,
     ) -> None:
         """Answer one request of the episode that its key opens."""
-        with self._memory.body() as counted:
-            await self._serve(scope, receive, send, episode, (protocol, counted))
-
-    async def _serve(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        episode: HeldEpisode,
-        how: tuple[WireProtocol, CountedBody],
-    ) -> None:
-        """As `serve`; the body stays counted until the request is answered."""
         started_s = self._clock.now_s()
-        headers = headers_of(scope)
-        protocol, counted = how
-        try:
+        async with self._counted(send, shape=protocol.error) as counted:
+            headers = headers_of(scope)
             request = await self._request(protocol, receive, episode, counted, headers=headers)
-            started = self._start(request, episode=episode, scope=scope)
-        except ClientGoneError:
-            return
-        except MovedError as error:
-            error.body = counted.body or None
-            raise
-        except RefusedError as error:
-            self._telemetry.count("gateway.refused", status=error.status, limit=error.limit)
-            await send_refusal(send, error, shape=protocol.error)
-            return
-        client = Client(
-            protocol=protocol,
-            request=started.request,
-            send=send,
-            leaving=scope[LEFT],
-            stream=protocol.stream(started.request),
-        )
-        try:
-            await self._attend(client, started.episode, started.awaited)
-        except MovedError as error:
-            error.body, error.has_opened = counted.body, client.has_opened
-            error.refuse = client.refuse
-            raise
-        self._telemetry.observe("gateway.answer_s", self._clock.now_s() - started_s)
+            awaited = self._start(request, episode=episode, scope=scope)
+            client = Client(
+                protocol=protocol,
+                request=request,
+                send=send,
+                leaving=scope[LEFT],
+                stream=protocol.stream(request),
+            )
+            try:
+                await self._attend(client, episode, awaited)
+            except MovedError as error:
+                error.has_opened, error.refuse = client.has_opened, client.refuse
+                raise
+            self._telemetry.observe("gateway.answer_s", self._clock.now_s() - started_s)
 
     async def count(
         self,
@@ -158,13 +127,26 @@ class TurnRoute:
         counter: TokenCounter,
     ) -> None:
         """Answer with the context tokens that a request would have now; nothing is sampled."""
+        async with self._counted(send, shape=counter.error) as counted:
+            headers = headers_of(scope)
+            request = await self._request(counter, receive, episode, counted, headers=headers)
+            self._access.check_open(episode)
+            episode.renew(self._clock.now_s())
+            tokens = await self._tokens(request, episode)
+            await send_json(send, counter.counted(tokens))
+
+    @asynccontextmanager
+    async def _counted(
+        self, send: Send, *, shape: Callable[[RefusedError], object]
+    ) -> AsyncIterator[CountedBody]:
+        """A body that counts until its request is answered, if only by a refusal from within.
+
+        Raises:
+            MovedError: its group moved, with the body if it was read.
+        """
         with self._memory.body() as counted:
             try:
-                headers = headers_of(scope)
-                request = await self._request(counter, receive, episode, counted, headers=headers)
-                self._access.check_open(episode)
-                episode.renew(self._clock.now_s())
-                tokens = await self._tokens(request, episode)
+                yield counted
             except ClientGoneError:
                 return
             except MovedError as error:
@@ -172,9 +154,7 @@ class TurnRoute:
                 raise
             except RefusedError as error:
                 self._telemetry.count("gateway.refused", status=error.status, limit=error.limit)
-                await send_refusal(send, error, shape=counter.error)
-                return
-        await send_json(send, counter.counted(tokens))
+                await send_refusal(send, error, shape=shape)
 
     async def _tokens(self, request: Request, episode: HeldEpisode) -> int:
         """Context tokens of this request.
@@ -258,8 +238,10 @@ class TurnRoute:
             # The parser runs on what a client sent: a defect in it fails this request alone.
             raise self._failed(error) from error
 
-    def _start(self, request: Request, *, episode: HeldEpisode, scope: Scope) -> Started:
-        """Let a client wait for the turn of its request.
+    def _start(
+        self, request: Request, *, episode: HeldEpisode, scope: Scope
+    ) -> tuple[Awaited, ...]:
+        """Let a client wait for the turns of its request, one for each choice.
 
         Raises:
             RefusedError: 4xx as the parts say; 500 for any other error.
@@ -269,10 +251,9 @@ class TurnRoute:
             self.clients.check()
             self._access.check_open(episode)  # Again: it may have ended while the body came.
             self._access.check_reply(episode, is_given=request.reply is not None)
-            awaited = self._source.start(
+            return self._source.start(
                 episode, request, headers=headers_of(scope), held_s=held_s(scope)
             )
-            return Started(request=request, episode=episode, awaited=awaited)
         except RefusedError:
             raise
         except Exception as error:
