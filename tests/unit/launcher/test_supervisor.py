@@ -86,6 +86,35 @@ async def test_a_killed_service_is_restarted(tmp_path):
     assert not psutil.pid_exists(second.pid)
 
 
+STARTS_A_CHILD = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+async def test_children_that_a_killed_service_left_behind_are_killed(tmp_path):
+    """User code that hangs in one of them would hold its memory and cores."""
+    kept = supervisor([])
+    parent = spec(tmp_path, STARTS_A_CHILD)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(kept.keep(parent, may_end=lambda: False))
+        await until_written(parent.log_path, "\n")
+        left_behind = int(parent.log_path.read_text())
+        (first,) = kept.statuses()
+        assert first.pid is not None
+        os.kill(first.pid, signal.SIGKILL)
+        await until_gone(left_behind)
+        await kept.stop()
+
+
+async def until_gone(pid: int) -> None:
+    async with asyncio.timeout(10):
+        while is_alive(pid):  # noqa: ASYNC110 - a process has no event
+            await asyncio.sleep(0.05)
+
+
 ANSWERS = """
 import os, socket
 listener = socket.socket(fileno=int(os.environ["LISTENER_FD"]))
@@ -184,9 +213,7 @@ time.sleep(60)
         await until_written(stubborn.log_path, "up")
         child_pid = int(stubborn.log_path.read_text().split()[0])
         await kept.stop()
-    async with asyncio.timeout(10):
-        while is_alive(child_pid):  # noqa: ASYNC110 - a process has no event
-            await asyncio.sleep(0.05)
+    await until_gone(child_pid)
 
 
 def is_alive(pid: int) -> bool:

@@ -97,6 +97,7 @@ class Supervisor:
         while not self._is_over(service):
             service.process = await _start_process(spec)
             status = await service.process.wait()
+            _kill_left_behind(service.process)
             if self._is_over(service):
                 return
             if status == EXIT_OK and may_end():
@@ -183,9 +184,13 @@ async def _end_process(process: asyncio.subprocess.Process, *, grace_s: float) -
         _signal_group(process.pid, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), timeout=grace_s)
-    # Children that the service started and left behind are in its group.
-    _signal_group(process.pid, signal.SIGKILL)
+    _kill_left_behind(process)
     await process.wait()
+
+
+def _kill_left_behind(process: asyncio.subprocess.Process) -> None:
+    """Kill the children that a service started and did not end: they are in its group."""
+    _signal_group(process.pid, signal.SIGKILL)
 
 
 def _pid(service: _Service) -> int | None:
