@@ -64,7 +64,7 @@ class RunBroker:
         """Restart the run's own broker at its old address whenever it dies, until cancelled.
 
         Raises:
-            BrokerError: it died too often.
+            BrokerError: it died too often, or did not start again.
         """
         exits_s: list[float] = []
         while self._own is not None:
