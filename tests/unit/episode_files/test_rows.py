@@ -1,12 +1,15 @@
 """A group's records become rows: conversations, tokens, what each turn earned."""
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.episodes import FinishedEpisode, ReportedReward
 from forgemq_contracts.fields import NamedValue
-from forgemq_episode_files.conversation import context_of, conversation_to
+from forgemq_contracts.recorded_turns import RecordedTurn
+from forgemq_episode_files.conversation import conversation_to
 from forgemq_episode_files.rows import rows_of
 from tests.unit.episode_files.played import (
     LOST,
@@ -51,9 +54,19 @@ def test_every_turn_has_its_tokens_versions_and_what_it_earned():
     assert rows()[0].turns[2].process == -0.2
 
 
+def context_of(turn: RecordedTurn, turns: Sequence[RecordedTurn]) -> list[int]:
+    """The whole context of a turn, put together from its ancestors as a reader of a row does it."""
+    own = list(unpack_ids(turn.context_ids))
+    if not turn.shared_prefix_tokens:
+        return own
+    (parent,) = (each for each in turns if each.completion_id == turn.parent_id)
+    before = [*context_of(parent, turns), *unpack_ids(parent.output_ids)]
+    return before[: turn.shared_prefix_tokens] + own
+
+
 def test_the_whole_context_of_a_turn_follows_from_its_ancestors():
     turns = rows()[0].turns
-    assert unpack_ids(context_of(turns[2], turns)) == [0, 8, 20, 30, 2, 40, 1, 8]
+    assert context_of(turns[2], turns) == [0, 8, 20, 30, 2, 40, 1, 8]
 
 
 def test_rewards_are_by_part_and_a_masked_episode_has_none():
