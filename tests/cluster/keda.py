@@ -54,8 +54,8 @@ def missing_for_keda() -> str:
 def running_keda(api: ApiServer, folder: Path) -> Iterator[None]:
     """Operator, metrics server and Kubernetes' autoscaler run during the block; logs in `folder`.
 
-    The cluster has no other controllers: an autoscaler writes how many pods a Deployment shall
-    have, and nobody makes them.
+    The cluster has no other controllers: an autoscaler writes how many pods it wants into
+    a Deployment, and nobody makes them.
     """
     kinds = sorted((KEDA.source() / "config/crd/bases").glob("*.yaml"))
     for each in kinds:

@@ -167,7 +167,7 @@ def found(api: ApiServer, kind: str, name: str) -> dict:
 
 
 def metric(api: ApiServer, name: str) -> int | None:
-    """What an autoscaler is told for a workload; None while it is told nothing."""
+    """The number by which a workload is scaled; None while there is none."""
     names = found(api, "scaledobject", name).get("status", {}).get("externalMetricNames", ())
     path = f"/apis/{METRICS}/v1beta1/namespaces/{NAMESPACE}/{''.join(names)}"
     label = f"labelSelector=scaledobject.keda.sh%2Fname%3D{name}"
