@@ -1,11 +1,14 @@
-"""The run's own broker while a signal comes."""
+"""The run's own broker while a signal comes, and while it dies."""
 
 import asyncio
+import json
+import socket
 import time
 
 import psutil
 import pytest
 
+from forgemq_launcher.core.restarts import RestartPolicy
 from forgemq_launcher.upkeep.broker import RunBroker
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -30,3 +33,38 @@ async def test_a_start_that_nothing_interrupts_gives_an_address(tmp_path):
         assert broker.connection.bootstrap.startswith("127.0.0.1:")
     finally:
         await broker.stop()
+
+
+async def test_a_broker_that_cannot_start_again_is_started_once_more(tmp_path):
+    notes: list[str] = []
+    broker = RunBroker(tmp_path / "kafka", environ={}, note=notes.append)
+    before = set(psutil.Process().children(recursive=True))
+    keeping = None
+    try:
+        assert await broker.start()
+        (kafka,) = (
+            each
+            for each in set(psutil.Process().children(recursive=True)) - before
+            if each.name() == "java"
+        )
+        ports = json.loads((tmp_path / "kafka/ports.json").read_text())
+        keeping = asyncio.ensure_future(broker.keep(policy=RestartPolicy(), note=notes.append))
+        kafka.kill()
+        kafka.wait(10)
+        with socket.create_server(("127.0.0.1", ports["controller"])):
+            async with asyncio.timeout(60):
+                while not any(each.startswith("Kafka did not start") for each in notes):  # noqa: ASYNC110 - a note has no event
+                    await asyncio.sleep(0.05)
+        async with asyncio.timeout(60):
+            while not accepts(ports["broker"]):  # noqa: ASYNC110 - a process has no event
+                await asyncio.sleep(0.05)
+        assert not keeping.done()
+    finally:
+        if keeping is not None:
+            keeping.cancel()
+        await broker.stop()
+
+
+def accepts(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0

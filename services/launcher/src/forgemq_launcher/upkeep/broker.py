@@ -63,8 +63,10 @@ class RunBroker:
     async def keep(self, *, policy: RestartPolicy, note: Note) -> None:
         """Restart the run's own broker at its old address whenever it dies, until cancelled.
 
+        A start that fails counts as another death: what fills its disk or has its port may go.
+
         Raises:
-            BrokerError: it died too often, or did not start again.
+            BrokerError: it died too often.
         """
         exits_s: list[float] = []
         while self._own is not None:
@@ -78,7 +80,10 @@ class RunBroker:
             await asyncio.sleep(delay_s)
             await asyncio.to_thread(self._own.stop)  # forgets the dead process
             self._starting = asyncio.ensure_future(asyncio.to_thread(self._own.start))
-            await asyncio.shield(self._starting)
+            try:
+                await asyncio.shield(self._starting)
+            except BrokerError as error:
+                note(f"Kafka did not start: {error}")
 
     async def stop(self) -> None:
         """Stop the run's own broker, with a clean shutdown of its log; idempotent."""
