@@ -85,7 +85,7 @@ async def test_hostile_answers_are_wrong_within_the_time_limit_and_the_next_is_c
     for name, answer in HOSTILE.items():
         began_s = time.monotonic()
         assert not await mathematics.is_equal(answer, "4"), name
-        assert time.monotonic() - began_s < 3 * 3.0, name
+        assert time.monotonic() - began_s < 30, name
         assert await mathematics.is_equal("\\boxed{4}", "4"), name
 
 

@@ -96,10 +96,8 @@ if os.fork() == 0:
     os._exit(0)
 print("over")
 """
-    began_s = time.monotonic()
-    execution = await run(program)
+    execution = await run(program, time_s=50)
     assert (execution.ended, execution.stdout) == ("exit", b"over\n")
-    assert time.monotonic() - began_s < LIMITS.time_s
 
 
 async def test_an_event_loop_and_its_processes_and_a_pool_of_processes_work():
@@ -143,10 +141,11 @@ async def test_output_without_end_is_cut_at_the_limit():
 async def test_a_program_that_sleeps_is_killed_at_its_time():
     began_s = time.monotonic()
     assert (await run("import time\ntime.sleep(1000)", time_s=1)).ended == "time"
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 30
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 async def test_processor_time_counts_for_all_processes_together():
     program = """
 import os, time
@@ -157,7 +156,7 @@ while True:
         reported_s = time.process_time()
         os.write(1, f"{os.getpid()} {reported_s:.2f}\\n".encode())
 """
-    execution = await run(program, cpu_s=1, time_s=30)
+    execution = await run(program, cpu_s=1, time_s=120)
     assert execution.ended == "cpu"
     reports = (line.split() for line in execution.stdout.decode().splitlines())
     used_s = {process: float(seconds) for process, seconds in reports}
@@ -341,8 +340,9 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 async def test_programs_run_beside_each_other_and_their_limits_are_their_own():
-    sandbox = Sandbox(LIMITS, at_once=4)
+    sandbox = Sandbox(msgspec.structs.replace(LIMITS, time_s=120), at_once=4)
     program = "import os\nfor _ in range(7):\n    os.fork() or os._exit(0)\nprint('seven')"
     executions = await asyncio.gather(*(sandbox.run_python(program) for _ in range(4)))
     assert [one.stdout for one in executions] == [b"seven\n"] * 4
