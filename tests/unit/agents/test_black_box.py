@@ -210,8 +210,8 @@ def is_written(path: Path) -> bool:
 
 
 async def is_alive(pid: int) -> bool:
-    """Whether the process still runs a second later."""
-    for _ in range(50):
+    """Whether the process still runs 20 s later; a busy machine may take a while to end it."""
+    for _ in range(1000):
         if not is_running(pid):
             return False
         await asyncio.sleep(0.02)
