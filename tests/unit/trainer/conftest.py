@@ -21,15 +21,19 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def rank_pair() -> Iterator[RankPair]:
-    """Two ranks for all tests of a session."""
+    """Two ranks for the tests of a file.
+
+    Each group of ranks has threads of gloo, which wake 100 times a second until their process ends:
+    those of a whole session made 40,000 context switches a second.
+    """
     pair = RankPair()
     yield pair
     pair.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four_ranks() -> Iterator[RankProcesses]:
     """Four ranks on the CPU, with gloo; they start with the first test that uses them."""
     ranks = RankProcesses(world=4)
