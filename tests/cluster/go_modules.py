@@ -5,14 +5,13 @@ one core and 3 GB of Go's downloads.
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 from msgspec import Struct
 
-from tests.cluster.programs import FOLDER, SOURCE, missing_for_server
+from tests.cluster.programs import FOLDER, SOURCE, go_build, missing_for_server
 
 
 class GoModule(Struct, frozen=True, kw_only=True):
@@ -52,15 +51,8 @@ class GoModule(Struct, frozen=True, kw_only=True):
         """Put its programs where the tests look for them."""
         FOLDER.mkdir(parents=True, exist_ok=True)
         for package in self.packages:
-            if self.program(package).is_file():
-                continue
-            flags = ["-trimpath", "-ldflags", "-s -w", "-o", str(self.program(package))]
-            subprocess.run(
-                ["go", "build", *flags, f"./cmd/{package}"],
-                cwd=self.source(),
-                env={**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly -buildvcs=false"},
-                check=True,
-            )
+            if not (program := self.program(package)).is_file():
+                go_build(f"cmd/{package}", source=self.source(), program=program)
 
 
 KEDA = GoModule(

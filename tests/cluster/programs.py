@@ -100,9 +100,14 @@ def compile_program(package: str) -> None:
     values = {"gitVersion": VERSION, "gitMajor": major, "gitMinor": minor}
     stamps = " ".join(f"-X k8s.io/component-base/version.{k}={v}" for k, v in values.items())
     flags = f"-s -w {stamps}"
+    go_build(package, source=SOURCE, program=program(package), linked=flags)
+
+
+def go_build(package: str, *, source: Path, program: Path, linked: str = "-s -w") -> None:
+    """Compile a package below a module's folder; `linked` are the linker's flags."""
     subprocess.run(
-        ["go", "build", "-trimpath", "-ldflags", flags, "-o", program(package), f"./{package}"],
-        cwd=SOURCE,
+        ["go", "build", "-trimpath", "-ldflags", linked, "-o", program, f"./{package}"],
+        cwd=source,
         env={**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly -buildvcs=false"},
         check=True,
     )

@@ -31,6 +31,7 @@ from tests.cluster.keda import METRICS, missing_for_keda, running_keda
 from tests.dashboards import HOW_TO_GET_PROMETHEUS
 from tests.integration.kafka_rights import bindings
 from tests.integration.prometheus_program import running_prometheus
+from tests.integration.test_secure_broker import secure_options
 from tests.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -74,16 +75,9 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
 
 
 def broker_options(folder: Path, port: int, keystore: Path) -> dict[str, str]:
-    plain, controller = folder_ports(folder / "ports.json")
-    listeners = f"PLAINTEXT://127.0.0.1:{plain},SASL_SSL://127.0.0.1:{port}"
     own = "listener.name.sasl_ssl"
     return {
-        "listeners": f"{listeners},CONTROLLER://127.0.0.1:{controller}",
-        "advertised.listeners": listeners,
-        "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT,"
-        "SASL_SSL:SASL_SSL",
-        f"{own}.ssl.keystore.type": "PEM",
-        f"{own}.ssl.keystore.location": str(keystore),
+        **secure_options(port, *folder_ports(folder / "ports.json"), keystore=keystore),
         f"{own}.sasl.enabled.mechanisms": "SCRAM-SHA-512",
         f"{own}.scram-sha-512.sasl.jaas.config": "org.apache.kafka.common.security.scram."
         "ScramLoginModule required;",
