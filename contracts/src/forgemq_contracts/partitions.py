@@ -33,6 +33,11 @@ def episode_id(*, group: str, index: int, attempt: int) -> str:
     return f"{group}.{index}.{attempt}"
 
 
+def group_of_episode(episode_id: str) -> str:
+    """Group of a well-formed id that `episode_id` made."""
+    return episode_id.rsplit(".", 2)[0]
+
+
 def request_id(*, episode: str, parent: str | None, body_digest: str, ordinal: int) -> str:
     """Id of one completion request; a client's retry of the same turn has the same id."""
     text = f"{episode}\0{parent or ''}\0{body_digest}\0{ordinal}".encode()

@@ -10,6 +10,7 @@ from msgspec import Raw
 
 from forgemq_agents.errors import ContextFullError, PolicyFailedError
 from forgemq_contracts.admin import AbortRequest, FinishRequest
+from forgemq_contracts.partitions import group_of_episode
 from forgemq_contracts.run import (
     Evaluation,
 )
@@ -361,7 +362,7 @@ async def test_the_end_of_training_waits_for_no_group_without_a_slot(memory_gate
     gateway = await memory_gateway(groups_to_train=1, slots=1)
 
     async def while_another_waits(episode) -> None:
-        group_id = episode.episode_id.rsplit(".", 2)[0]
+        group_id = group_of_episode(episode.episode_id)
         if gateway.groups[group_id].request.purpose == "train":
             for _ in itertools.count():
                 if any(group.state == "requested" for group in gateway.in_order()):

@@ -16,6 +16,7 @@ from forgemq_bus.log import Emit, Headers, Log, Place, Record, Writer
 from forgemq_contracts import topics
 from forgemq_contracts.dead_letters import DeadLetter
 from forgemq_contracts.fields import EpisodeId, GroupId
+from forgemq_contracts.partitions import group_of_episode
 from forgemq_shell.records import GROUP_HEADER, group_in_header
 
 REASON_CHARACTERS_MAX = 500
@@ -66,7 +67,7 @@ def group_of(record: Record) -> str:
         if field == "group_id":
             group = _valid(key, GroupId)
         elif field == "episode_id" and _valid(key, EpisodeId):
-            group = key.rsplit(".", 2)[0]
+            group = group_of_episode(key)
     return group or _valid(_readable(record.value).group_id, GroupId)
 
 

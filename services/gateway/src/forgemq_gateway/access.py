@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from forgemq_contracts.live_key import LiveKey
+from forgemq_contracts.partitions import group_of_episode
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import (
     MovedError,
@@ -176,7 +177,7 @@ class Access:
         """
         if _EPISODE_ID.fullmatch(episode_id) is None:
             raise unknown(f"there is no episode {episode_id}")
-        self.check_here(episode_id.rsplit(".", 2)[0])
+        self.check_here(group_of_episode(episode_id))
         episode = self._registry.episode(episode_id)
         if episode is not None:
             return episode

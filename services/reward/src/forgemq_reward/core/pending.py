@@ -7,6 +7,7 @@ from msgspec import Struct
 from forgemq_contracts.accounting import CompletionLedger, RetiredIds, end_of
 from forgemq_contracts.completions import FinishedCompletion, TurnPart
 from forgemq_contracts.episodes import FinishedEpisode
+from forgemq_contracts.partitions import group_of_episode
 from forgemq_contracts.turn_reading import is_raw, parses_tools
 
 CONTEXT_TAIL_BYTES = 4 * 256
@@ -121,7 +122,7 @@ class PendingEpisodes:
         """Note that the grade of this episode is on the log, and drop its completions."""
         self._grades_read = max(self._grades_read, offset + 1)
         self._forget(episode_id)
-        if episode_id.rsplit(".", 2)[0] not in self._retired:
+        if group_of_episode(episode_id) not in self._retired:
             self._grades.setdefault(episode_id, offset)
 
     def on_retired(self, group_id: str) -> None:
