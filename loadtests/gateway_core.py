@@ -30,7 +30,7 @@ from forgemq_gateway.change_signal import ChangeSignal
 from forgemq_gateway.core.attempts import Attempts, Moment
 from forgemq_gateway.core.digests import EMPTY_PATH
 from forgemq_gateway.core.episodes import HeldEpisode
-from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.known_completion import KnownCompletion
 from forgemq_gateway.core.lane_caches import cached_tokens
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.plans import Prepared

@@ -9,7 +9,7 @@ from forgemq_contracts.arrays import pack_ids
 from forgemq_contracts.completions import TurnPart
 from forgemq_contracts.episodes import OpenedEpisode, Sampling
 from forgemq_contracts.groups import AdmittedGroup
-from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.known_completion import KnownCompletion
 from forgemq_gateway.core.plans import Prepared
 from forgemq_gateway.core.replies import Reply
 from forgemq_gateway.core.requests import Text

@@ -29,7 +29,7 @@ from forgemq_gateway.core.effects import (
 )
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import RefusedError, gone, invalid
-from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.known_completion import KnownCompletion
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.core.turns import OpenTurn

@@ -15,8 +15,8 @@ from forgemq_gateway.clock import Clock
 from forgemq_gateway.core.attempts import Attempts
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import MovedError
-from forgemq_gateway.core.history import KnownCompletion
 from forgemq_gateway.core.keys import AdminKeys
+from forgemq_gateway.core.known_completion import KnownCompletion
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.turns import OpenTurn
 from forgemq_gateway.deliveries import Deliveries

@@ -2,7 +2,8 @@
 
 from forgemq_contracts.arrays import pack_ids
 from forgemq_gateway.core.digests import EMPTY_PATH, message_digest
-from forgemq_gateway.core.history import NO_OFFSET, History, KnownCompletion
+from forgemq_gateway.core.history import History
+from forgemq_gateway.core.known_completion import NO_OFFSET, KnownCompletion
 from forgemq_gateway.core.replies import Reply
 from forgemq_gateway.core.requests import Call, Text, Thinking
 

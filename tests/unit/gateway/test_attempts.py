@@ -21,7 +21,7 @@ from forgemq_gateway.core.effects import (
 )
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import gone
-from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.known_completion import KnownCompletion
 from forgemq_gateway.core.lane_results import LaneResult
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.plans import Prepared

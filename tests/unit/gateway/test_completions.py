@@ -9,7 +9,8 @@ import openai
 import pytest
 
 from forgemq_contracts.arrays import pack_ids, unpack_ids
-from forgemq_gateway.core.raw_prompts import PromptPaths, TextPrompt, prompt_key
+from forgemq_gateway.core.prompt_paths import PromptPaths, prompt_key
+from forgemq_gateway.core.raw_prompts import TextPrompt
 from tests.unit.gateway.completions import completion_of
 from tests.unit.gateway.scripted_lane import Asked
 from tests.unit.gateway.talk import Talk, talk

@@ -12,7 +12,8 @@ from forgemq_contracts.arrays import pack_ids, unpack_ids
 from forgemq_gateway.core.completion_tokens import common_tokens, tokens_of
 from forgemq_gateway.core.digests import EMPTY_PATH, canonical_json, message_digest
 from forgemq_gateway.core.forks import fork_reason
-from forgemq_gateway.core.history import TAIL_TOKENS, History, KnownCompletion
+from forgemq_gateway.core.history import TAIL_TOKENS, History
+from forgemq_gateway.core.known_completion import KnownCompletion
 from forgemq_gateway.core.message_paths import Branch
 from forgemq_gateway.core.requests import Echo, RequestMessage, Text
 from tests.unit.gateway.completions import add_first, completion_of, user

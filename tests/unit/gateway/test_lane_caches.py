@@ -5,7 +5,7 @@ import pytest
 from forgemq_contracts.arrays import pack_ids
 from forgemq_gateway.core.completion_tokens import common_tokens
 from forgemq_gateway.core.effects import SendAttempt
-from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.known_completion import KnownCompletion
 from forgemq_gateway.core.lane_caches import (
     FirstPrompts,
     LaneCache,

@@ -14,8 +14,8 @@ from forgemq_contracts import topics
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import TrainingMetrics
 from forgemq_contracts.trees import MergedTree
+from forgemq_trainer.command_loop import carry_out_commands
 from forgemq_trainer.ranks.alone import ALONE, AnyRanks
-from forgemq_trainer.ranks.command_loop import carry_out_commands
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.training import Training
 from tests.unit.recipes.planned_recipes import run_of

@@ -17,9 +17,9 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import TrainedStep, TrainingMetrics
 from forgemq_contracts.trees import MergedTree
 from forgemq_telemetry.telemetry import Telemetry
+from forgemq_trainer.command_loop import carry_out_commands
 from forgemq_trainer.core.optimizer import Updater
 from forgemq_trainer.ranks.alone import AnyRanks
-from forgemq_trainer.ranks.command_loop import carry_out_commands
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.storage.optimizer_state import StoredState

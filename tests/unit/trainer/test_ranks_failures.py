@@ -16,11 +16,11 @@ from forgemq_contracts.loss import Loss
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import TrainingMetrics
 from forgemq_settings.environment import SettingsError
+from forgemq_trainer.command_loop import carry_out_commands
 from forgemq_trainer.core.loss import Entries
 from forgemq_trainer.core.memory import least_budget_bytes
 from forgemq_trainer.core.tree import read_tree
 from forgemq_trainer.model import prepare
-from forgemq_trainer.ranks.command_loop import carry_out_commands
 from forgemq_trainer.ranks.ranks import RankLaunch, RankLostError, Ranks, device_of, launch_of
 from forgemq_trainer.ranks.torchrun import describe_ends
 from forgemq_trainer.settings import TrainerSettings

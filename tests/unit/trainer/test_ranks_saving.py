@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from forgemq_trainer.command_loop import carry_out_commands
 from forgemq_trainer.ranks import part_saving
-from forgemq_trainer.ranks.command_loop import carry_out_commands
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.storage.checkpoint import checkpoint_at
 from forgemq_trainer.storage.optimizer_state import StatePart

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from forgemq_contracts import topics
 from forgemq_contracts.loss import Loss
+from forgemq_trainer.command_loop import carry_out_commands
 from forgemq_trainer.fast_path import FastPaths
 from forgemq_trainer.ranks.alone import ALONE, AnyRanks
-from forgemq_trainer.ranks.command_loop import carry_out_commands
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.storage.checkpoint import OPTIMIZER_FILE, Checkpoint, checkpoint_at
 from forgemq_trainer.storage.optimizer_state import RANDOM_STATE

@@ -7,6 +7,9 @@ to counters. To add a metric, add its name to the Literal of its kind, and its r
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+Attribute: TypeAlias = str | int | float | bool
+"""Value of a field by which a metric is told apart, or that a span or an event carries."""
+
 CounterName: TypeAlias = Literal[
     "transform.records",
     "transform.bad_records",

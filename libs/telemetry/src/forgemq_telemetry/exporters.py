@@ -24,13 +24,13 @@ from forgemq_telemetry.catalogue import (
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
+    Attribute,
     CounterName,
     GaugeName,
     HistogramName,
 )
 from forgemq_telemetry.ports import metrics_port
 from forgemq_telemetry.settings import TelemetrySettings
-from forgemq_telemetry.telemetry import Attribute
 from forgemq_telemetry.traces import Headers, SpanIds, span_ids, traceparent
 
 _SHUTDOWN_S = 3.0  # A collector that works takes milliseconds; see `close`.

@@ -15,15 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, TextIO, TypeAlias
+from typing import Protocol, TextIO
 
 import msgspec
 
-from forgemq_telemetry.catalogue import CounterName, GaugeName, HistogramName
+from forgemq_telemetry.catalogue import Attribute, CounterName, GaugeName, HistogramName
 from forgemq_telemetry.settings import TelemetrySettings
 from forgemq_telemetry.traces import Headers, trace_headers
-
-Attribute: TypeAlias = str | int | float | bool
 
 
 class Span(Protocol):

@@ -12,10 +12,10 @@ from forgemq_contracts.completions import (
     TurnPart,
 )
 from forgemq_contracts.episodes import HistoryPolicy, Sampling
-from forgemq_gateway.core.completion_tokens import TOKEN_BYTES, tokens_of
+from forgemq_gateway.core.completion_tokens import tokens_of
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import invalid
-from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.known_completion import TOKEN_BYTES, KnownCompletion
 from forgemq_gateway.core.placed import Placed, place_rendered
 from forgemq_gateway.core.plans import Plan, Prepared, plan
 from forgemq_gateway.core.reading import context_tail, tools_of

@@ -16,7 +16,7 @@ from msgspec import Struct
 from forgemq_contracts.completions import DeliveredCompletion
 from forgemq_gateway.clock import Clock
 from forgemq_gateway.core.episodes import HeldEpisode
-from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.known_completion import KnownCompletion
 from forgemq_gateway.outbox import Outbox
 from forgemq_gateway.wire import ClientGoneError
 

@@ -21,7 +21,7 @@ from forgemq_gateway.core.effects import (
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import MovedError, RefusedError, gone, log_refuses
 from forgemq_gateway.core.group import Group
-from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.known_completion import KnownCompletion
 from forgemq_gateway.core.lane_results import LaneResult
 from forgemq_gateway.core.plans import Prepared
 from forgemq_gateway.core.turns import OpenTurn

@@ -14,7 +14,7 @@ from forgemq_gateway.clock import Clock
 from forgemq_gateway.composer import Composer
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import sampled_otherwise
-from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.known_completion import KnownCompletion
 from forgemq_gateway.core.replies import Answer
 from forgemq_gateway.core.settled import continues, is_live
 from forgemq_gateway.core.turns import OpenTurn

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from forgemq_contracts.completions import SampledChunk
-from forgemq_gateway.core.completion_tokens import TOKEN_BYTES
+from forgemq_gateway.core.known_completion import TOKEN_BYTES
 
 
 class LiveTurn:

@@ -4,9 +4,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from forgemq_contracts.arrays import pack_ids, unpack_ids
-from forgemq_gateway.core.completion_tokens import TOKEN_BYTES
 from forgemq_gateway.core.errors import invalid, surely_overflows
 from forgemq_gateway.core.history import History
+from forgemq_gateway.core.known_completion import TOKEN_BYTES
 from forgemq_gateway.core.placed import Placed
 from forgemq_gateway.core.plans import Plan
 from forgemq_gateway.core.raw_prompts import TextPrompt, TokenPrompt

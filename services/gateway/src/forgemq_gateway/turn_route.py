@@ -32,7 +32,8 @@ from forgemq_gateway.core.errors import (
     failed,
     log_refuses,
 )
-from forgemq_gateway.core.history import History, KnownCompletion
+from forgemq_gateway.core.history import History
+from forgemq_gateway.core.known_completion import KnownCompletion
 from forgemq_gateway.core.path_limits import check_path_length
 from forgemq_gateway.core.requests import ReadItems, Request
 from forgemq_gateway.deliveries import Deliveries

@@ -13,7 +13,7 @@ from forgemq_gateway.core.choices import choices_of
 from forgemq_gateway.core.context_cuts import told_cuts
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import RefusedError, failed
-from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.known_completion import KnownCompletion
 from forgemq_gateway.core.message_paths import Branch
 from forgemq_gateway.core.path_limits import check_path_count
 from forgemq_gateway.core.plans import Plan, Prepared, plan

@@ -16,8 +16,8 @@ from forgemq_shell.service import (
 )
 from forgemq_telemetry.telemetry import Telemetry
 from forgemq_trainer.app import main
+from forgemq_trainer.command_loop import carry_out_commands
 from forgemq_trainer.ranks.alive import touching
-from forgemq_trainer.ranks.command_loop import carry_out_commands
 from forgemq_trainer.ranks.lifeline import end_with_torchrun
 from forgemq_trainer.ranks.ranks import (
     RankLaunch,

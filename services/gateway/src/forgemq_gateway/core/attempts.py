@@ -33,7 +33,7 @@ from forgemq_gateway.core.errors import (
     engine_overflow,
     failed,
 )
-from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.known_completion import KnownCompletion
 from forgemq_gateway.core.lane_results import LaneResult, is_engines_fault
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.plans import Prepared

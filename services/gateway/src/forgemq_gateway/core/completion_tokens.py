@@ -1,11 +1,8 @@
 """The tokens of a finished completion: its own bytes, and those it shares with its ancestors."""
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    from forgemq_gateway.core.history import KnownCompletion
-
-TOKEN_BYTES = 4
+from forgemq_gateway.core.known_completion import TOKEN_BYTES, KnownCompletion
 
 _FIRST_BLOCK_BYTES = 1024
 
@@ -13,7 +10,7 @@ LaneEpoch: TypeAlias = tuple[int, int]
 """A lane, under one epoch: another epoch has nothing of what the lane had."""
 
 
-def tokens_of(completion: "KnownCompletion", *, count: int | None = None, skip: int = 0) -> bytes:
+def tokens_of(completion: KnownCompletion, *, count: int | None = None, skip: int = 0) -> bytes:
     """Tokens [skip, count) of a completion's context and output.
 
     Args:

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from forgemq_contracts.completions import CancelledCompletion, FailureKind, RequestedCompletion
 from forgemq_gateway.core.errors import RefusedError
-from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.known_completion import KnownCompletion
 
 
 class SendAttempt(Struct, frozen=True):

@@ -14,7 +14,8 @@ from forgemq_contracts.fields import ForkReason, Source, TruncationCause
 from forgemq_contracts.groups import AdmittedGroup, RequestedGroup
 from forgemq_contracts.partitions import request_id
 from forgemq_gateway.core.held_bytes import HeldBytes
-from forgemq_gateway.core.history import History, KnownCompletion
+from forgemq_gateway.core.history import History
+from forgemq_gateway.core.known_completion import KnownCompletion
 from forgemq_gateway.core.lane_caches import FirstPrompts
 from forgemq_gateway.core.manifest import counted, critical_path_s, manifest
 from forgemq_gateway.core.message_paths import NO_BRANCH, Branch

@@ -10,20 +10,14 @@ from functools import partial
 
 from msgspec import Struct
 
-from forgemq_contracts.completions import FinishedCompletion, TopTokens
-from forgemq_contracts.lanes import WeightsId
-from forgemq_gateway.core.completion_tokens import TOKEN_BYTES, common_tokens, tokens_of
+from forgemq_contracts.completions import TopTokens
+from forgemq_gateway.core.completion_tokens import common_tokens, tokens_of
 from forgemq_gateway.core.conversation import logged_messages, reply_message
 from forgemq_gateway.core.held_bytes import HeldBytes, HeldPart
+from forgemq_gateway.core.known_completion import NO_OFFSET, TOKEN_BYTES, KnownCompletion
 from forgemq_gateway.core.message_paths import Branch, MessagePaths
-from forgemq_gateway.core.raw_prompts import (
-    Continued,
-    Prompt,
-    PromptPaths,
-    TextPrompt,
-    TokenPrompt,
-    is_prompt_key,
-)
+from forgemq_gateway.core.prompt_paths import Continued, PromptPaths, is_prompt_key
+from forgemq_gateway.core.raw_prompts import Prompt, TextPrompt, TokenPrompt
 from forgemq_gateway.core.read_bodies import ReadBodies
 from forgemq_gateway.core.replies import Reply, echo_digests, echo_key
 from forgemq_gateway.core.requests import Echo, RequestMessage
@@ -34,65 +28,7 @@ _OBJECT_BYTES = 1024
 # Renderers look back to the start of the assistant's message; these tokens reach it.
 TAIL_TOKENS = 1024
 
-
-NO_OFFSET = -1
-"""Below every offset: no completion was known."""
-
 _NO_ECHO = Echo()
-
-
-class KnownCompletion(Struct, kw_only=True, eq=False):
-    """One finished completion; tokens as int32 bytes.
-
-    Attributes:
-        context: Context tokens after the `shared_tokens` in common with the parent's tokens.
-        context_tokens: Length of the whole context.
-        path: Digest of the message path that ends with this reply.
-        weights: Those that it began under; None if nothing was sampled.
-        stop_string: The client's stop string that ended it; "" if none did.
-        messages: What its request added to the path, in chat form, if a later one may refer to it.
-        echoed: Whether a later request of the client extends it.
-        after_offset: Offset of the newest completion that the gateway had when this was requested.
-    """
-
-    request_id: str
-    offset: int
-    sequence: int
-    parent: "KnownCompletion | None"
-    shared_tokens: int
-    context: bytes
-    output: bytes
-    context_tokens: int
-    path: bytes
-    reply: Reply
-    tools_digest: str
-    lane: int
-    epoch: int
-    weights: WeightsId | None = None
-    sampled_end: str
-    stop_string: str = ""
-    engine_s: float
-    alone_s: float | None = None
-    cached_tokens: int
-    finished_ms: int
-    temperature: float
-    messages: bytes = b""
-    logprobs: bytes = b""
-    top_tokens: TopTokens | None = None
-    is_fork: bool = False
-    echoed: bool = False
-    after_offset: int = NO_OFFSET
-    children: "list[KnownCompletion]" = []
-
-    @property
-    def output_tokens(self) -> int:
-        """Number of sampled tokens."""
-        return len(self.output) // TOKEN_BYTES
-
-    @property
-    def total_tokens(self) -> int:
-        """Number of context and output tokens."""
-        return self.context_tokens + len(self.output) // TOKEN_BYTES
 
 
 class Match(Struct, frozen=True, kw_only=True):
@@ -320,8 +256,3 @@ def _twin(
         return is_named, has_thought, completion.parent is before, completion.offset
 
     return max(found, key=likeness)
-
-
-def began_under(record: FinishedCompletion) -> WeightsId | None:
-    """The weights that sampled the first token; None if none was sampled."""
-    return (record.spans[0].lineage, record.spans[0].version) if record.spans else None

@@ -9,8 +9,8 @@ what it did next. What episodes happen to say alike, word for word, is not expec
 from typing import TypeAlias
 
 from forgemq_contracts.lanes import WeightsId
-from forgemq_gateway.core.completion_tokens import TOKEN_BYTES, common_tokens
-from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.completion_tokens import common_tokens
+from forgemq_gateway.core.known_completion import TOKEN_BYTES, KnownCompletion
 
 LaneCache: TypeAlias = tuple[int, int, WeightsId | None]
 """The cache of a lane, under one epoch and one version of the weights: others find nothing in it.

@@ -4,7 +4,7 @@ from msgspec import Struct
 
 from forgemq_contracts.completions import FailureKind
 from forgemq_gateway.core.episodes import HeldEpisode
-from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.known_completion import KnownCompletion
 from forgemq_gateway.core.turns import OpenTurn
 
 # A lane that reports a deadline this much too early has a wrong clock, which is its own error.

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Set
 
 from forgemq_contracts.episodes import ManifestEntry
-from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.known_completion import KnownCompletion
 
 
 def counted(

@@ -3,8 +3,9 @@
 from msgspec import Struct
 
 from forgemq_contracts.fields import ForkReason
-from forgemq_gateway.core.completion_tokens import TOKEN_BYTES, tokens_of
-from forgemq_gateway.core.history import TAIL_TOKENS, History, KnownCompletion, Match
+from forgemq_gateway.core.completion_tokens import tokens_of
+from forgemq_gateway.core.history import TAIL_TOKENS, History, Match
+from forgemq_gateway.core.known_completion import TOKEN_BYTES, KnownCompletion
 from forgemq_gateway.core.plans import Plan
 
 

@@ -7,8 +7,9 @@ from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.fields import ForkReason
 from forgemq_gateway.core.digests import EMPTY_PATH
 from forgemq_gateway.core.forks import branch_reason, fork_reason, prompt_fork_reason
-from forgemq_gateway.core.history import History, KnownCompletion, Match
-from forgemq_gateway.core.raw_prompts import prompt_key
+from forgemq_gateway.core.history import History, Match
+from forgemq_gateway.core.known_completion import KnownCompletion
+from forgemq_gateway.core.prompt_paths import prompt_key
 from forgemq_gateway.core.requests import Request
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from forgemq_contracts.completions import TurnPart
 from forgemq_contracts.turn_reading import is_raw, parses_tools
-from forgemq_gateway.core.completion_tokens import TOKEN_BYTES
 from forgemq_gateway.core.episodes import HeldEpisode
-from forgemq_gateway.core.history import TAIL_TOKENS, KnownCompletion
+from forgemq_gateway.core.history import TAIL_TOKENS
+from forgemq_gateway.core.known_completion import TOKEN_BYTES, KnownCompletion
 
 
 def tools_of(episode: HeldEpisode, part: TurnPart) -> Sequence[Mapping[str, Any]] | None:

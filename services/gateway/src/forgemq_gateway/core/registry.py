@@ -24,12 +24,16 @@ from forgemq_contracts.groups import AdmittedGroup, ClosedGroup, RequestedGroup,
 from forgemq_contracts.steps import TrainedStep
 from forgemq_contracts.turn_reading import is_raw, may_be_referred_to
 from forgemq_gateway.core.attempts import RestoredTurn
-from forgemq_gateway.core.completion_tokens import TOKEN_BYTES
 from forgemq_gateway.core.digests import EMPTY_PATH
 from forgemq_gateway.core.episodes import HeldEpisode, facts_of
 from forgemq_gateway.core.group import Group
 from forgemq_gateway.core.held_bytes import HeldBytes
-from forgemq_gateway.core.history import NO_OFFSET, KnownCompletion, began_under
+from forgemq_gateway.core.known_completion import (
+    TOKEN_BYTES,
+    KnownCompletion,
+    began_under,
+    known_before,
+)
 from forgemq_gateway.core.lane_caches import FirstPrompts
 from forgemq_gateway.core.lane_results import LaneResult
 from forgemq_gateway.core.leases import Leases
@@ -372,7 +376,7 @@ class Registry:
             logprobs=record.logprobs,
             top_tokens=record.top_tokens,
             is_fork=part.is_fork,
-            after_offset=_after(part, parent=parent),
+            after_offset=known_before(part, parent=parent),
         )
         episode.history.add(
             completion,
@@ -388,10 +392,3 @@ class Registry:
 def _path_before(part: TurnPart, *, parent: KnownCompletion | None) -> bytes:
     """The path that the messages of a turn follow; a prompt without a template is a path alone."""
     return EMPTY_PATH if parent is None or part.is_fork or is_raw(part) else parent.path
-
-
-def _after(part: TurnPart, *, parent: KnownCompletion | None) -> int:
-    """What the request can have waited for; by its parent alone if the record does not say."""
-    if part.after_offset is not None:
-        return part.after_offset
-    return NO_OFFSET if parent is None else parent.offset

@@ -6,8 +6,8 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 from forgemq_contracts.completions import RequestedCompletion
-from forgemq_gateway.core.completion_tokens import TOKEN_BYTES, tokens_of
-from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.completion_tokens import tokens_of
+from forgemq_gateway.core.known_completion import TOKEN_BYTES, KnownCompletion
 from forgemq_gateway.core.lane_caches import FirstPrompts, LaneCache, cached_on, cached_tokens
 from forgemq_gateway.core.message_paths import NO_BRANCH, Branch
 from forgemq_gateway.core.plans import Prepared
