@@ -6,11 +6,10 @@ header of the durable safetensors file, so no manifest has to travel.
 """
 
 import itertools
-import json
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated
 
 import msgspec
 
@@ -80,16 +79,15 @@ def tensor_specs(file_start: bytes) -> tuple[TensorSpec, ...]:
         file_start: The first `header_bytes` bytes of the file, or more.
 
     Raises:
-        ValueError: The header is cut short, or a dtype is unknown.
+        ValueError: The header is cut short or damaged, or a dtype is unknown.
     """
     header = _header(file_start)
     specs = []
     for name in sorted(header):
-        dtype = header[name]["dtype"]
+        dtype = header[name].dtype
         if dtype not in _DTYPES:
             raise ValueError(f"tensor {name}: dtype {dtype} is not one of {sorted(_DTYPES)}")
-        shape = tuple(int(size) for size in header[name]["shape"])
-        specs.append(TensorSpec(name, _DTYPES[dtype][0], shape))
+        specs.append(TensorSpec(name, _DTYPES[dtype][0], header[name].shape))
     return tuple(specs)
 
 
@@ -100,22 +98,41 @@ def tensor_ranges(file_start: bytes) -> dict[str, tuple[int, int]]:
         file_start: The first `header_bytes` bytes of the file, or more.
 
     Raises:
-        ValueError: The header is cut short.
+        ValueError: The header is cut short or damaged.
     """
     values = header_bytes(file_start)
     return {
-        name: (values + int(entry["data_offsets"][0]), values + int(entry["data_offsets"][1]))
+        name: (values + entry.data_offsets[0], values + entry.data_offsets[1])
         for name, entry in _header(file_start).items()
     }
 
 
-def _header(file_start: bytes) -> dict[str, Any]:
-    """The header's entries by tensor name."""
+class _Entry(msgspec.Struct, frozen=True):
+    """What a header says of one tensor; the offsets count from the header's end."""
+
+    dtype: str
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    data_offsets: tuple[int, int]
+
+
+def _header(file_start: bytes) -> dict[str, _Entry]:
+    """The header's entries by tensor name.
+
+    Raises:
+        ValueError: It is cut short, or no header of the format.
+    """
     end = header_bytes(file_start)
     if len(file_start) < end:
         raise ValueError(f"safetensors header needs {end} bytes, got {len(file_start)}")
-    header: dict[str, Any] = json.loads(file_start[_LENGTH.size : end])
-    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+    try:
+        header = msgspec.json.decode(file_start[_LENGTH.size : end], type=dict[str, msgspec.Raw])
+        return {
+            name: msgspec.json.decode(entry, type=_Entry)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except msgspec.DecodeError as error:
+        raise ValueError(f"safetensors header: {error}") from error
 
 
 def buckets(

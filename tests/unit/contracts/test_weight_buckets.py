@@ -21,7 +21,7 @@ SPECS = st.lists(
 )
 
 
-def _file(header: dict[str, object]) -> bytes:
+def _file(header: object) -> bytes:
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text
 
@@ -80,6 +80,22 @@ def test_what_is_no_safetensors_file_is_refused() -> None:
     with pytest.raises(ValueError, match="header needs"):
         tensor_specs(_file({"a": {"dtype": "F32", "shape": []}})[:-1])
     with pytest.raises(ValueError, match="tensor a: dtype C64"):
-        tensor_specs(_file({"a": {"dtype": "C64", "shape": []}}))
+        tensor_specs(_file({"a": {"dtype": "C64", "shape": [], "data_offsets": [0, 8]}}))
     with pytest.raises(ValueError, match="two tensors are named a"):
         buckets([TensorSpec("a", "uint8", (1,))] * 2)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [1],
+        {"a": {"shape": [], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "F32", "shape": "2", "data_offsets": [0, 8]}},
+        {"a": {"dtype": "F32", "shape": [2]}},
+    ],
+    ids=["no object", "no dtype", "negative size", "no sizes", "no place"],
+)
+def test_a_damaged_header_is_refused(header: object) -> None:
+    with pytest.raises(ValueError, match="safetensors header: "):
+        tensor_specs(_file(header))

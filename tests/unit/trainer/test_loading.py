@@ -205,3 +205,29 @@ def test_an_index_and_its_files_must_agree(tmp_path: Path) -> None:
     index.unlink()
     with pytest.raises(StoredTensorsError, match=r"neither model.safetensors nor"):
         load_model(tmp_path, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda data: data[:-1], r"{file}: the file has \d+ bytes and by its header \d+: it was"),
+        (
+            lambda data: data + b"xy",
+            r"{file}: the file has \d+ bytes and by its header \d+: it was",
+        ),
+        (
+            lambda data: data.replace(b'"shape":[32]', b'"shape":[31]', 1),
+            r"{file}: tensor \S+ of 124 bytes lies in 128 of them",
+        ),
+        (lambda data: data.replace(b'"dtype"', b'"dtipe"', 1), "{file}: safetensors header: "),
+    ],
+    ids=["cut short", "too long", "other size", "damaged header"],
+)
+def test_a_damaged_file_is_refused_by_name_before_anything_is_read(
+    tmp_path: Path, change: Callable[[bytes], bytes], reason: str
+) -> None:
+    make_model("qwen3", torch.float32).save_pretrained(tmp_path, max_shard_size="20KB")
+    file = sorted(tmp_path.glob("*.safetensors"))[-1]
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(StoredTensorsError, match=reason.format(file=file)):
+        load_model(tmp_path, dtype="float32")

@@ -14,11 +14,19 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from forgemq_contracts.weight_buckets import header_bytes, tensor_specs
+from forgemq_contracts.weight_buckets import (
+    TensorSpec,
+    header_bytes,
+    tensor_ranges,
+    tensor_specs,
+)
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.storage.weights import WEIGHTS_FILE
 
 INDEX_FILE = "model.safetensors.index.json"
+
+Range: TypeAlias = tuple[int, int]
+"""First byte of a tensor's values in a file, and one past the last."""
 
 Place: TypeAlias = tuple[int, ...]
 """An index of one value, or a size, for each dimension of a tensor."""
@@ -60,7 +68,8 @@ def tensors_in(file: Path) -> tuple[StoredTensor, ...]:
     """The tensors of one safetensors file, from its header.
 
     Raises:
-        StoredTensorsError: it is no safetensors file, or a dtype is unknown.
+        StoredTensorsError: it is no safetensors file or has not all of its bytes, or a dtype is
+            unknown.
         OSError: it cannot be read.
     """
     try:
@@ -68,12 +77,35 @@ def tensors_in(file: Path) -> tuple[StoredTensor, ...]:
             start = opened.read(8)
             start += opened.read(header_bytes(start) - len(start))
         specs = tensor_specs(start)
+        _check_ranges(specs, tensor_ranges(start), header_end=len(start), file=file)
     except ValueError as error:
         raise StoredTensorsError(f"{file}: {error}") from error
     return tuple(
         StoredTensor(file=file, name=spec.name, dtype=spec.dtype, shape=spec.shape)
         for spec in specs
     )
+
+
+def _check_ranges(
+    specs: Iterable[TensorSpec], ranges: dict[str, Range], *, header_end: int, file: Path
+) -> None:
+    """Refuse a file that lacks values of a tensor, as one does that was copied in part.
+
+    Raises:
+        ValueError: says what is wrong.
+    """
+    for spec in specs:
+        first, end = ranges[spec.name]
+        if end - first != spec.size_bytes:
+            raise ValueError(
+                f"tensor {spec.name} of {spec.size_bytes} bytes lies in {end - first} of them"
+            )
+    wanted = max((end for _, end in ranges.values()), default=header_end)
+    if (size := file.stat().st_size) != wanted:
+        raise ValueError(
+            f"the file has {size} bytes and by its header {wanted}: it was copied in part, or "
+            "damaged"
+        )
 
 
 def tensors_of_folder(folder: Path) -> dict[str, StoredTensor]:
