@@ -58,6 +58,23 @@ def test_only_matrices_decay() -> None:
     assert torch.equal(model[0].bias, before["0.bias"])
 
 
+def test_biases_of_all_experts_in_one_tensor_do_not_decay() -> None:
+    """Of gpt-oss, whose experts are one tensor for all of a layer and have biases."""
+    names = ("experts.gate_up_proj", "experts.gate_up_proj_bias", "sinks")
+    sizes = ((2, 3, 4), (2, 4), (3,))
+    model = nn.Module()
+    experts = nn.Module()
+    model.add_module("experts", experts)
+    experts.gate_up_proj = nn.Parameter(torch.ones(sizes[0]))
+    experts.gate_up_proj_bias = nn.Parameter(torch.ones(sizes[1]))
+    model.sinks = nn.Parameter(torch.ones(sizes[2]))
+    updater = Updater(model, Optimizer(lr=0.1, weight_decay=0.5))
+    sum(each.sum() * 0 for each in model.parameters()).backward()
+    updater.update(lr=0.1)
+    found = {name: float(each.detach().mean()) for name, each in model.named_parameters()}
+    assert found == pytest.approx(dict(zip(names, (0.95, 1.0, 1.0), strict=True)))
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     model = _model()
     updater = Updater(model, Optimizer(lr=0.1))

@@ -32,16 +32,20 @@ def adamw(
 ) -> torch.optim.AdamW:
     """AdamW over masters, or over a rank's parts of them, with weight decay of matrices only.
 
-    Norm weights and biases do not decay: their size does not make the model more complex.
+    Norm weights and biases do not decay: their size does not make the model more complex. The
+    biases of all experts of a layer are one tensor of two dimensions, and biases all the same.
 
     On a GPU this uses torch's fused kernel. Torch's default there runs operator by operator over
     all masters at once, and needs as many bytes again for the roots of the second moments.
     """
-    matrices = [masters[name] for name, p in parameters.items() if p.dim() > 1]
-    vectors = [masters[name] for name, p in parameters.items() if p.dim() <= 1]
+    decays = {n: p.dim() > 1 and not n.endswith("bias") for n, p in parameters.items()}
+    matrices, others = (
+        [masters[name] for name, each in decays.items() if each is has_decay]
+        for has_decay in (True, False)
+    )
     groups = [
         {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": others, "weight_decay": 0.0},
     ]
     is_on_cpu = all(master.device.type == "cpu" for master in masters.values())
     return torch.optim.AdamW(
