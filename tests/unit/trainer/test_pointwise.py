@@ -70,6 +70,14 @@ def test_output_and_gradients_are_those_of_torchs_composite(case: str) -> None:
         torch.testing.assert_close(seen, wanted, rtol=1e-12, atol=1e-13)
 
 
+def test_a_gate_of_no_values_has_none_and_gradients_of_none() -> None:
+    """As of the MLP beside experts in a model whose `n_shared_experts` is 0."""
+    gate, up = _leaves((1, 5, 0), (1, 5, 0))
+    found = Gated.apply(gate, up)
+    found.sum().backward()
+    assert found.shape == gate.grad.shape == up.grad.shape == (1, 5, 0)
+
+
 @pytest.mark.parametrize(
     ("kind", "attentions", "mlps"),
     [("llama", 2, 2), ("qwen2", 2, 2), ("qwen3", 2, 2), ("qwen3_moe", 2, 0)],

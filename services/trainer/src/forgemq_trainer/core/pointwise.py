@@ -111,7 +111,8 @@ class Normed(torch.autograd.Function):
 
 
 def _by_row(values: Tensor) -> Tensor:
-    return values.reshape(-1, values.shape[-1])
+    # Rows may have no values, as of a shared MLP of size 0: -1 would not tell their number.
+    return values.reshape(values.shape[:-1].numel(), values.shape[-1])
 
 
 @compiled_on_gpu(rows=2)
