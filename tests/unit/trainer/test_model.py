@@ -23,6 +23,11 @@ ROUTER_COUNTS = {"qwen3_moe": 2, "minimax_m2": 2, "gpt_oss": 2, "glm4_moe": 1, "
 """Of the tiny models; the last two have a dense layer before the one with experts."""
 
 
+def _half_rotary(rope_type: str) -> dict[str, object]:
+    scaled = {"factor": 2.0} if rope_type == "linear" else {}
+    return {"rope_type": rope_type, "rope_theta": 1e4, "partial_rotary_factor": 0.5, **scaled}
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
@@ -45,6 +50,20 @@ ROUTER_COUNTS = {"qwen3_moe": 2, "minimax_m2": 2, "gpt_oss": 2, "glm4_moe": 1, "
         ("qwen3_moe", {"output_router_logits": True}, "output_router_logits must be off"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers must be empty, got \[0\]"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step must be 1, got 2"),
+        (
+            "qwen2",
+            {"dual_chunk_attention_config": {"chunk_size": 8}},
+            "attention_config must be off",
+        ),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func must be sigmoid .* deepseek_v3"),
+        *(
+            (kind, {"rope_parameters": _half_rotary(rope_type)}, "partial_rotary_factor must be 1")
+            for kind, rope_type in (
+                ("llama", "default"),
+                ("llama", "linear"),
+                ("mistral", "linear"),
+            )
+        ),
     ],
 )
 def test_a_setting_that_rules_out_exact_training_is_refused_by_name(

@@ -23,6 +23,7 @@ STATE_NAMES = ("Conv", "Delta", "Mamba", "SSM", "Rwkv", "Recurrent", "Lightning"
 _CAP = "no kernel here caps scores or logits"
 OFF = {
     "attn_logit_softcapping": _CAP,
+    "dual_chunk_attention_config": "engines attend in chunks by it, and the trainer does not",
     "final_logit_softcapping": _CAP,
     "logits_soft_cap": _CAP,
     "output_router_logits": "the balance loss would count shared tokens once",
@@ -54,7 +55,7 @@ def contents_of_class(config: Any) -> list[str]:  # noqa: ANN401  # a configurat
     """As both functions before, of the class that a configuration builds; no weights exist."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (ValueError, ImportError, AttributeError, KeyError) as error:
         return [*contents_of_configuration(config), f"no causal language model: {error}"]
     return [*contents_of_configuration(config), *contents_of_modules(model)]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig
+from transformers import AttentionInterface
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from forgemq_contracts.model_families import ENGINE_EXTRAS_MODEL_TYPES
@@ -27,6 +27,7 @@ from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.precision import make_precise
 from forgemq_trainer.families import check_head_size
 from forgemq_trainer.model import ATTENTION_NAME, LoadedModel
+from forgemq_trainer.model_config import read_model_config
 from forgemq_trainer.offload import store_of
 from forgemq_trainer.storage.weights import WEIGHTS_FILE
 
@@ -110,7 +111,7 @@ def with_draft_head(
             f"speculation must be left out for a model of type {kind}; a draft head trains for "
             f"{', '.join(ENGINE_EXTRAS_MODEL_TYPES)}"
         )
-    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = read_model_config(folder)
     check_head(config, hidden=policy.shape.hidden, vocabulary=policy.shape.vocabulary)
     AttentionInterface.register(ATTENTION_NAME, shared_attention_interface)
     config._attn_implementation = ATTENTION_NAME

@@ -5,6 +5,7 @@ formula are known by class, and no test compares it. The refusal says what it co
 as that decides whether it could be supported.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,12 @@ from forgemq_trainer.contents import (
     contents_of_configuration,
     contents_of_modules,
 )
+from forgemq_trainer.model_config import check_sizes
+from forgemq_trainer.model_sizes import SIGMOID_ROUTERS
+
+PARTIAL_ROTARY = ("glm4_moe", "minimax_m2")
+"""Families in which a part of a head may turn with its position. The classes of the others turn all
+of it, whatever their configuration says, and SGLang's classes of some of them obey it."""
 
 GPU_HEAD_SIZE_MIN = 16
 """FlexAttention compiles no smaller head size."""
@@ -33,6 +40,7 @@ def check_supported(config: Any) -> None:  # noqa: ANN401  # a configuration of 
 
     Raises:
         UnsupportedModelError: names the field of the model's configuration and the rule.
+        ModelConfigError: sizes contradict each other.
     """
     kind = getattr(config, "model_type", "")
     if kind not in MODEL_TYPES:
@@ -46,12 +54,44 @@ def check_supported(config: Any) -> None:  # noqa: ANN401  # a configuration of 
         )
     if found := contents_of_configuration(config):
         raise UnsupportedModelError("; ".join(found))
+    check_sizes(config)
+    _check_ignored(config)
     dense = getattr(config, "mlp_only_layers", None) or []
     if dense:
         raise UnsupportedModelError(f"mlp_only_layers must be empty, got {list(dense)}")
     step = getattr(config, "decoder_sparse_step", 1)
     if step != 1:
         raise UnsupportedModelError(f"decoder_sparse_step must be 1, got {step}")
+
+
+def _check_ignored(config: Any) -> None:  # noqa: ANN401
+    """Refuse what a family's class in transformers ignores, while engines may not.
+
+    Raises:
+        UnsupportedModelError: names the field and the rule.
+    """
+    kind = config.model_type
+    parts = set(_rotary_parts(getattr(config, "rope_parameters", None)))
+    parts.add(getattr(config, "partial_rotary_factor", None))
+    if kind not in PARTIAL_ROTARY and (others := parts - {None, 1}):
+        raise UnsupportedModelError(
+            f"partial_rotary_factor must be 1 in a model of type {kind}, got {others.pop()}: its "
+            "class turns whole heads"
+        )
+    scoring = getattr(config, "scoring_func", None)
+    if kind in SIGMOID_ROUTERS and scoring not in (None, "sigmoid"):
+        raise UnsupportedModelError(
+            f"scoring_func must be sigmoid in a model of type {kind}, got {scoring}: its class "
+            "has no other"
+        )
+
+
+def _rotary_parts(rotary: object) -> Iterator[float | None]:
+    """The parts of a head that turn, of each kind of layers that has its own."""
+    if isinstance(rotary, dict):
+        yield rotary.get("partial_rotary_factor")
+        for each in rotary.values():
+            yield from _rotary_parts(each)
 
 
 def check_modules(model: nn.Module) -> None:

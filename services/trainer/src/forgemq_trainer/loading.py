@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoModelForCausalLM
 
 from forgemq_trainer.core.low_rank import drawn_factors, factors_of
+from forgemq_trainer.model_config import built
 from forgemq_trainer.storage.adapters import read_adapter
 from forgemq_trainer.storage.model_layout import model_layout
 from forgemq_trainer.storage.tensor_files import (
@@ -35,9 +35,12 @@ def empty_model(config: object, *, dtype: torch.dtype, attention: str) -> Any:  
         config: Of transformers.
         dtype: Of the parameters, but those that the model's class keeps in float32.
         attention: A name that is registered.
+
+    Raises:
+        ModelConfigError: no such model can be built.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        model = built(config, dtype=dtype, attn_implementation=attention)
     _keep_wide(model)
     for module in model.modules():
         computed = sorted(module._non_persistent_buffers_set)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AutoConfig
+from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
@@ -31,6 +31,7 @@ from forgemq_trainer.families import (
     check_supported,
 )
 from forgemq_trainer.loading import allocate, empty_model, fill
+from forgemq_trainer.model_config import read_model_config
 from forgemq_trainer.model_sizes import head_size_of, key_heads_of, model_shape
 from forgemq_trainer.offload import store_of
 
@@ -58,6 +59,7 @@ def load_model(
 
     Raises:
         UnsupportedModelError: an architecture or a setting rules out exact tree training.
+        ModelConfigError: its configuration is damaged or contradicts itself.
         StoredTensorsError: the folder's tensors are not the model's.
         OSError: the folder holds no model.
     """
@@ -78,6 +80,7 @@ def load_empty(folder: Path, *, dtype: Literal["float32", "bfloat16"], device: s
 
     Raises:
         UnsupportedModelError: an architecture or a setting rules out exact tree training.
+        ModelConfigError: its configuration is damaged or contradicts itself.
         OSError: the folder holds no model.
     """
     return prepare(_unfilled(folder, dtype=dtype), device=torch.device(device))
@@ -154,7 +157,7 @@ def with_adapters(
 
 def _unfilled(folder: Path, *, dtype: Literal["float32", "bfloat16"]) -> Any:  # noqa: ANN401  # transformers' model
     disable_progress_bar()  # A service writes events only, one JSON line each.
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = read_model_config(folder)
     check_supported(config)
     # Registered before the model is built, which refuses an attention that it does not know.
     AttentionInterface.register(ATTENTION_NAME, shared_attention_interface)

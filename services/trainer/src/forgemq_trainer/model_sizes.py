@@ -10,6 +10,7 @@ from torch import nn
 from forgemq_trainer.core.layer_parts import NORMS_KEPT, LatentShape, LayerParts, Windows
 from forgemq_trainer.core.memory import ModelShape
 from forgemq_trainer.core.traffic import GatheredValues
+from forgemq_trainer.model_config import EXPERT_COUNTS
 
 SIGMOID_ROUTERS = ("deepseek_v3", "glm4_moe", "minimax_m2")
 HEAD_NORMS = ("gemma3_text", "minimax_m2", "qwen3", "qwen3_moe")
@@ -111,7 +112,7 @@ def _sizes_of(config: object) -> Callable[..., int]:
 
 def expert_count(config: object) -> int:
     """Experts of a layer, by the name that the family gives their number; 0 in a dense model."""
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+    for name in EXPERT_COUNTS:
         if count := getattr(config, name, None):
             return int(count)
     return 0

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import set_verbosity_error
 
 from forgemq_contracts.lora import Lora
@@ -40,6 +39,12 @@ from forgemq_trainer.core.traffic import GatheredValues, RankGrid
 from forgemq_trainer.core.tree import Forest, InvalidTreeError, read_tree
 from forgemq_trainer.families import check_head_size, check_supported
 from forgemq_trainer.model import DTYPES
+from forgemq_trainer.model_config import (
+    CONFIG_FILE,
+    ModelConfigError,
+    built,
+    read_model_config,
+)
 from forgemq_trainer.model_sizes import (
     expert_count,
     gathered_values,
@@ -77,8 +82,6 @@ def answer(question: PlanQuestion) -> PlannedModel | PlannedStep | RefusedPlan:
             return sizes_of(config, question.lora)
     except SettingsError as error:
         return RefusedPlan(reason=str(error))
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        return RefusedPlan(reason=f"transformers: {error}")
     try:
         return step_of(config, question)
     except (SettingsError, InvalidTreeError) as error:
@@ -86,17 +89,26 @@ def answer(question: PlanQuestion) -> PlannedModel | PlannedStep | RefusedPlan:
 
 
 def read_config(config: bytes) -> Any:  # noqa: ANN401  # transformers' classes have no common type
-    """The model's configuration in transformers."""
+    """The model's configuration in transformers.
+
+    Raises:
+        ModelConfigError: transformers does not take it.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_bytes(config)
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        (Path(folder) / CONFIG_FILE).write_bytes(config)
+        try:
+            return read_model_config(Path(folder))
+        except ModelConfigError as error:
+            # Who asks knows the file by another name, and says it.
+            reason = str(error).removeprefix(f"{Path(folder) / CONFIG_FILE}: ")
+            raise ModelConfigError(reason.replace(folder, "its folder")) from error
 
 
 def sizes_of(config: Any, lora: Lora | None = None) -> PlannedModel:  # noqa: ANN401
     """Parameters of transformers' model of this configuration, counted without their memory.
 
     Raises:
-        SettingsError: the model has no layer of a target.
+        SettingsError: the model cannot be built, or has no layer of a target.
     """
     model = model_without_memory(config)
     counts = dict.fromkeys({*_PARTS.values()}, 0)
@@ -128,9 +140,13 @@ def sizes_of(config: Any, lora: Lora | None = None) -> PlannedModel:  # noqa: AN
 
 
 def model_without_memory(config: Any) -> nn.Module:  # noqa: ANN401
-    """Transformers' model of this configuration, whose parameters have sizes and no memory."""
+    """Transformers' model of this configuration, whose parameters have sizes and no memory.
+
+    Raises:
+        ModelConfigError: its family has no causal language model, or not one of these sizes.
+    """
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
+        model: nn.Module = built(config)
     return model
 
 

@@ -1,0 +1,118 @@
+"""Reads a model's config.json and builds its model; refuses what contradicts itself.
+
+Code that a model's folder brings along is never run.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from forgemq_settings.environment import SettingsError
+
+CONFIG_FILE = "config.json"
+
+REFUSALS = (
+    StrictDataclassError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+)
+"""What transformers raises of a config.json that its classes do not take."""
+
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "vocab_size",
+)
+"""Fields that are at least 1 where a model has them."""
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names that families give the number of a layer's experts."""
+
+CHOSEN = "num_experts_per_tok"
+
+
+class ModelConfigError(SettingsError):
+    """A model's config.json cannot be used; says which file or field, and why."""
+
+
+def read_model_config(folder: Path) -> Any:  # noqa: ANN401  # transformers' classes have no common type
+    """The configuration in a folder of Hugging Face format, as its family's class has it.
+
+    Raises:
+        ModelConfigError: the file has no configuration, its family is unknown to transformers, or
+            it lacks or contradicts what the family's class needs.
+        OSError: the folder has none.
+    """
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} has no {CONFIG_FILE}")
+    try:
+        # Without an explicit refusal, transformers asks on the terminal whether to run such code.
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (*REFUSALS, OSError) as error:
+        raise ModelConfigError(f"{file}: transformers: {_one_line(error)}") from error
+
+
+def built(config: object, **options: object) -> Any:  # noqa: ANN401  # as above
+    """The causal language model of transformers for a configuration.
+
+    Args:
+        config: Of transformers.
+        options: Of transformers' `from_config`.
+
+    Raises:
+        ModelConfigError: its family has none, or none of these sizes and names.
+    """
+    check_sizes(config)
+    try:
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+    except REFUSALS as error:
+        raise ModelConfigError(f"transformers: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    """What an error of transformers says, which may be several lines, or the name of a key."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if isinstance(error, KeyError) else text
+
+
+def check_sizes(config: object) -> None:
+    """Refuse sizes with which no model can be built, or which its layers would misread.
+
+    Args:
+        config: Of transformers; fields that its family does not have are left out.
+
+    Raises:
+        ModelConfigError: names the field and the rule.
+    """
+    found = {name: getattr(config, name, None) for name in SIZES}
+    sizes = {name: value for name, value in found.items() if isinstance(value, int)}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ModelConfigError(f"{name} must be at least 1, got {value}")
+    heads, key_heads = sizes.get("num_attention_heads", 1), sizes.get("num_key_value_heads", 1)
+    if heads % key_heads:
+        raise ModelConfigError(
+            f"num_key_value_heads must divide num_attention_heads, got {key_heads} and {heads}"
+        )
+    _check_experts(config)
+
+
+def _check_experts(config: object) -> None:
+    names = [name for name in EXPERT_COUNTS if hasattr(config, name)]
+    if not names or not hasattr(config, CHOSEN):
+        return
+    name, chosen = names[0], getattr(config, CHOSEN)
+    experts = getattr(config, name) or 0
+    if not isinstance(chosen, int) or not 1 <= chosen <= experts:
+        raise ModelConfigError(f"{CHOSEN} must be 1 to {name}, which is {experts}, got {chosen}")

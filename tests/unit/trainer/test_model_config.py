@@ -1,0 +1,113 @@
+"""What is refused of a model's config.json before its weights are read."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from forgemq_contracts.trainer_plan import AskedModel, RefusedPlan
+from forgemq_trainer.families import check_supported
+from forgemq_trainer.model import load_model
+from forgemq_trainer.model_config import ModelConfigError, check_sizes, read_model_config
+from forgemq_trainer.plan import answer
+from tests.unit.trainer.scene import make_model, save_base
+
+LEFT_OUT = object()
+
+
+def _changed(folder: Path, **changes: object) -> Path:
+    """The tiny base model with these fields of its config.json in place of its own."""
+    save_base(folder, kind="qwen3")
+    file = folder / "config.json"
+    values = json.loads(file.read_bytes()) | changes
+    file.write_text(json.dumps({k: v for k, v in values.items() if v is not LEFT_OUT}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "nope"}, "model type `nope`"),
+        ({"model_type": LEFT_OUT}, "Unrecognized model"),
+        ({"hidden_size": "32"}, "Field 'hidden_size' expected int, got str"),
+        ({"rms_norm_eps": None}, "Field 'rms_norm_eps' expected float, got NoneType"),
+        ({"layer_types": ["full_attention"]}, "must be equal to the number of `layer_types`"),
+        ({"hidden_act": "nope"}, "KeyError: 'nope'"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must divide num_attention_heads, got 3"),
+    ],
+)
+def test_a_config_that_no_model_can_be_made_of_is_refused_and_says_why(
+    tmp_path: Path, changes: dict[str, object], reason: str
+) -> None:
+    """As a setting that no restart can cure; a plan of the same file gives the same reason."""
+    folder = _changed(tmp_path / "model", **changes)
+    with pytest.raises(ModelConfigError, match=reason):
+        load_model(folder, dtype="float32")
+    planned = answer(AskedModel(config=(folder / "config.json").read_bytes()))
+    assert isinstance(planned, RefusedPlan)
+    assert reason in planned.reason
+
+
+def test_a_division_by_zero_in_a_familys_class_is_refused_too(tmp_path: Path) -> None:
+    """Of a llama whose head size follows from its number of heads."""
+    file = save_base(tmp_path, kind="llama") / "config.json"
+    values = json.loads(file.read_bytes()) | {"num_attention_heads": 0}
+    file.write_text(json.dumps({name: v for name, v in values.items() if name != "head_dim"}))
+    with pytest.raises(ModelConfigError, match="by zero"):
+        read_model_config(tmp_path)
+
+
+def test_text_that_is_no_config_is_refused(tmp_path: Path) -> None:
+    folder = _changed(tmp_path / "model")
+    for text in ("", "{", "[]", "null"):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(ModelConfigError, match=r"config\.json: transformers: "):
+            read_model_config(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        read_model_config(folder)
+
+
+def test_code_of_a_model_is_neither_run_nor_asked_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = {"auto_map": {"AutoConfig": "configuration_other.Other"}}
+    folder = _changed(tmp_path / "model", model_type="other", **code)
+    (folder / "configuration_other.py").write_text("raise SystemExit('the code has run')")
+    with pytest.raises(ModelConfigError, match="custom code"):
+        read_model_config(folder)
+    assert "[y/N]" not in capsys.readouterr().out
+    assert not any("configuration_other" in name for name in sys.modules)
+    # With a family that transformers has, its own class is used.
+    known = read_model_config(_changed(tmp_path / "known", **code))
+    assert type(known).__module__.startswith("transformers.")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("qwen3_moe", {"num_experts_per_tok": 5}, "must be 1 to num_experts, which is 4, got 5"),
+        ("qwen3_moe", {"num_experts_per_tok": 0}, "must be 1 to num_experts, which is 4, got 0"),
+        ("qwen3_moe", {"num_experts": 0}, "must be 1 to num_experts, which is 0, got 2"),
+        ("gpt_oss", {"num_experts_per_tok": -1}, "must be 1 to num_experts, which is 4, got -1"),
+        ("llama", {"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
+        ("llama", {"num_key_value_heads": 3}, "must divide num_attention_heads, got 3 and 4"),
+    ],
+)
+def test_sizes_that_contradict_each_other_are_refused(
+    kind: str, changes: dict[str, object], reason: str
+) -> None:
+    config = make_model(kind, torch.float32).config
+    check_supported(config)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(ModelConfigError, match=reason):
+        check_supported(config)
+
+
+def test_a_family_without_these_sizes_passes() -> None:
+    check_sizes(AutoConfig.for_model("mamba2"))
