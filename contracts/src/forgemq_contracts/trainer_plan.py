@@ -38,6 +38,10 @@ class PlannedModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     query_heads: int
     key_heads: int
     head_size: int
+    latent_size: Annotated[
+        int,
+        Meta(description="Values that an engine keeps of a token in a layer, if latent (MLA)."),
+    ] = 0
     experts_count: Annotated[int, Meta(description="To choose from in a layer; 0: dense.")]
     experts_per_token: int
     adapters: Annotated[

@@ -16,9 +16,15 @@ from forgemq_contracts.trainer_plan import AskedModel, PlannedModel, RefusedPlan
 from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.core.configuration import configuration, document
 from forgemq_launcher.placement import adapter_parameters_of, parameters_of
-from forgemq_launcher.plan.engine_memory import engine_memory, reserved_bytes, weight_bytes
+from forgemq_launcher.plan.engine_memory import (
+    engine_memory,
+    key_bytes_per_token,
+    reserved_bytes,
+    weight_bytes,
+)
 from forgemq_launcher.plan.episode_records import PlannedQueue
 from forgemq_launcher.plan.episodes import EpisodeShape, largest_group
+from forgemq_launcher.plan.findings import reasons
 from forgemq_launcher.plan.group_trees import largest_tree, usual_tree
 from forgemq_launcher.plan.log_bytes import step_bytes
 from forgemq_launcher.plan.machines import GPUS, Machines
@@ -166,6 +172,52 @@ def test_an_engine_keeps_what_weights_and_graphs_leave():
     free = gpu.memory_bytes - engine.reserved_bytes - 2 * SIZES.parameters
     assert engine.cached_tokens == free // engine.key_bytes_per_token
     assert (engine.lanes, engine.gpus) == (2, 1)
+
+
+def test_an_engine_keeps_latent_keys_whole_on_each_gpu():
+    """As SGLang 0.5.23 counts them in `model_executor/pool_configurator.py`."""
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 4, "n_routed_experts": 8}
+    model = answer(AskedModel(config=json.dumps(config).encode()))
+    assert isinstance(model, PlannedModel)
+    assert (model.latent_size, SIZES.latent_size) == (512 + 64, 0)
+    for gpus in (1, 8):
+        assert key_bytes_per_token(model, LaneEngines(tensor_parallel=gpus)) == 4 * 576 * 2
+    assert key_bytes_per_token(SIZES, LaneEngines(tensor_parallel=2)) == 2 * 10 * 2 * 16 * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "reason"),
+    [
+        (
+            {"use_sliding_window": True, "sliding_window": 371, "max_window_layers": 1},
+            (),
+            "model.context_tokens_max must be at most the model's sliding_window, 371, got 372",
+        ),
+        (
+            {"model_type": "gemma3_text"},
+            ("model.engine_quantization=fp8_blocks",),
+            "model.engine_quantization must be none for a model of type gemma3_text",
+        ),
+    ],
+)
+def test_what_a_run_would_refuse_of_a_familys_engines_does_not_fit(
+    changes: dict[str, object], overrides: tuple[str, ...], reason: str
+):
+    config = json.loads((DEMO / "model" / "config.json").read_bytes())
+    run = configuration(
+        document((DEMO / "run.toml").read_text(), overrides=overrides), run="r", folder=ROOT
+    )
+    found: list[tuple[str, ...]] = []
+    for each in (config, config | changes):
+        planned = PlannedRun(
+            configuration=run,
+            config=json.dumps(each).encode(),
+            machines=TWO_H100,
+            is_budget_named=False,
+        )
+        found.append(reasons(planned, plan_of(planned, answer)))
+    assert not any(reason in each for each in found[0])
+    assert any(reason in each for each in found[1]), found[1]
 
 
 @pytest.mark.parametrize(

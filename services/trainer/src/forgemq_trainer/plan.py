@@ -50,6 +50,7 @@ from forgemq_trainer.model_sizes import (
     gathered_values,
     head_size_of,
     key_heads_of,
+    latent_shape,
     model_shape,
 )
 from forgemq_trainer.start_checks import check_expert_ranks
@@ -121,7 +122,7 @@ def sizes_of(config: Any, lora: Lora | None = None) -> PlannedModel:  # noqa: AN
             layers[layer] = layers.get(layer, 0) + parameter.numel()
             if _part_of(name) == "experts":
                 experts[layer] = experts.get(layer, 0) + parameter.numel()
-    query_heads = int(config.num_attention_heads)
+    query_heads, latent = int(config.num_attention_heads), latent_shape(config)
     chosen = int(getattr(config, "num_experts_per_tok", None) or 0)
     adapters = 0 if lora is None else _adapters_of(model, lora).parameters * len(layers)
     return PlannedModel(
@@ -132,6 +133,7 @@ def sizes_of(config: Any, lora: Lora | None = None) -> PlannedModel:  # noqa: AN
         query_heads=query_heads,
         key_heads=key_heads_of(config),
         head_size=head_size_of(config),
+        latent_size=0 if latent is None else latent.key_rank + latent.rotary_size,
         experts_count=expert_count(config) if chosen else 0,
         experts_per_token=chosen,
         adapters=adapters,

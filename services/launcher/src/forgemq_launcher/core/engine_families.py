@@ -5,6 +5,8 @@ With a window that it ignores it starts and serves, with other log-probabilities
 
 from msgspec import Struct
 
+from forgemq_contracts.model_families import ENGINE_EXTRAS_MODEL_TYPES, MODEL_TYPES
+
 WITHOUT_WINDOWS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Families whose classes in SGLang 0.5.23 attend to all ancestors, whatever window a model has."""
 
@@ -47,4 +49,22 @@ def check_family(config: FamilyConfig, *, context_tokens_max: int, has_gpu: bool
         raise ValueError(
             f"model.path: a model of type {config.model_type} needs engines on GPUs: SGLang's "
             "attention on a CPU has no sinks"
+        )
+
+
+def check_format(model_type: str, quantization: str) -> None:
+    """Refuse 8-bit weights of a family for which no test has tried them.
+
+    Args:
+        model_type: Of the model.
+        quantization: `model.engine_quantization` of the run.
+
+    Raises:
+        ValueError: names the field and the rule.
+    """
+    is_tried = model_type not in MODEL_TYPES or model_type in ENGINE_EXTRAS_MODEL_TYPES
+    if quantization != "none" and not is_tried:
+        raise ValueError(
+            f"model.engine_quantization must be none for a model of type {model_type}, got "
+            f"{quantization}: supported for {', '.join(ENGINE_EXTRAS_MODEL_TYPES)}"
         )

@@ -68,10 +68,7 @@ def _of_lane(
         # At most: of some factors each GPU of an engine holds a part.
         weights += ADAPTERS_HELD * model.adapters * VALUE_BYTES
     reserved = reserved_bytes(gpu.memory_bytes, shape)
-    attending = shape.tensor_parallel // shape.attention_data_parallel
-    # Fewer key heads than GPUs are there several times.
-    heads = max(1, model.key_heads // attending)
-    key_bytes = 2 * model.layers * heads * model.head_size * VALUE_BYTES
+    key_bytes = key_bytes_per_token(model, shape)
     free = max(0, gpu.memory_bytes - reserved - weights)
     tokens = free // key_bytes * shape.attention_data_parallel
     return EngineMemory(
@@ -84,6 +81,16 @@ def _of_lane(
         cached_tokens=tokens,
         episodes=tokens // configuration.model.context_tokens_max,
     )
+
+
+def key_bytes_per_token(model: PlannedModel, shape: EngineShape) -> int:
+    """K/V of a token on each GPU that holds it."""
+    if model.latent_size:  # Each GPU has it whole, whatever number attend together.
+        return model.layers * model.latent_size * VALUE_BYTES
+    attending = shape.tensor_parallel // shape.attention_data_parallel
+    # Fewer key heads than GPUs are there several times.
+    heads = max(1, model.key_heads // attending)
+    return 2 * model.layers * heads * model.head_size * VALUE_BYTES
 
 
 def weight_bytes(model: PlannedModel, shape: EngineShape, *, is_quantised: bool) -> int:

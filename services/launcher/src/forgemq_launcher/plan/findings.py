@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import msgspec
 
 from forgemq_contracts.lane_engines import shapes_of
+from forgemq_launcher.core.engine_families import FamilyConfig, check_family, check_format
 from forgemq_launcher.core.engine_spread import ModelSizes, check_spread
 from forgemq_launcher.placement import gpus_of_engines
 from forgemq_launcher.plan.run_plan import PlannedRun, RunPlan
@@ -19,6 +20,7 @@ def reasons(run: PlannedRun, plan: RunPlan) -> tuple[str, ...]:
         *_trainer_reasons(plan),
         *_group_reasons(plan),
         *_engine_reasons(run, plan),
+        *_family_reasons(run),
         *_host_reasons(run, plan),
     )
 
@@ -111,6 +113,17 @@ def _engine_reasons(run: PlannedRun, plan: RunPlan) -> Iterator[str]:
                 check_spread(shape, sizes, has_blocks=has_blocks)
             except ValueError as error:
                 yield str(error)
+
+
+def _family_reasons(run: PlannedRun) -> Iterator[str]:
+    """What `forgemq run` refuses of this family's engines."""
+    model, family = run.configuration.model, msgspec.json.decode(run.config, type=FamilyConfig)
+    has_gpu = run.machines.device is not None
+    try:
+        check_format(family.model_type, model.engine_quantization)
+        check_family(family, context_tokens_max=model.context_tokens_max, has_gpu=has_gpu)
+    except ValueError as error:
+        yield str(error)
 
 
 def _host_reasons(run: PlannedRun, plan: RunPlan) -> Iterator[str]:

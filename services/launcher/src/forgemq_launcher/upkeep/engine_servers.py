@@ -15,9 +15,8 @@ from forgemq_contracts.lane_engines import (
     shapes_of,
 )
 from forgemq_contracts.lora import publishes_adapters
-from forgemq_contracts.model_families import ENGINE_EXTRAS_MODEL_TYPES, MODEL_TYPES
 from forgemq_contracts.run import RunConfiguration
-from forgemq_launcher.core.engine_families import FamilyConfig, check_family
+from forgemq_launcher.core.engine_families import FamilyConfig, check_family, check_format
 from forgemq_launcher.core.engine_spread import ModelSizes, check_spread
 from forgemq_launcher.core.gpus import engine_gpus, visible_gpus
 from forgemq_launcher.upkeep.engine_model import model_of_engines
@@ -247,12 +246,10 @@ def check_quantization(configuration: RunConfiguration, engines: Sequence[Engine
         MachineError: names the field.
     """
     named = configuration.model.engine_quantization
-    kind = _sizes(configuration).model_type
-    if named != "none" and kind in MODEL_TYPES and kind not in ENGINE_EXTRAS_MODEL_TYPES:
-        raise MachineError(
-            f"model.engine_quantization must be none for a model of type {kind}, got {named}: "
-            f"supported for {', '.join(ENGINE_EXTRAS_MODEL_TYPES)}"
-        )
+    try:
+        check_format(_sizes(configuration).model_type, named)
+    except ValueError as error:
+        raise MachineError(str(error)) from error
     is_on_cpu = not all(options.has_gpu for options in engines)
     if named != "none" and is_on_cpu and _is_mixture(configuration):
         raise MachineError(
