@@ -55,6 +55,9 @@ def _half_rotary(rope_type: str) -> dict[str, object]:
             {"dual_chunk_attention_config": {"chunk_size": 8}},
             "attention_config must be off",
         ),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act must be silu in a model of type llama, got"),
+        ("minimax_m2", {"hidden_act": "relu"}, "hidden_act must be silu in a .* minimax_m2, got"),
+        ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation must be gelu_pytorch_t"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func must be sigmoid .* deepseek_v3"),
         *(
             (kind, {"rope_parameters": _half_rotary(rope_type)}, "partial_rotary_factor must be 1")

@@ -17,12 +17,16 @@ from forgemq_trainer.contents import (
     contents_of_configuration,
     contents_of_modules,
 )
+from forgemq_trainer.core.layers import SILU
 from forgemq_trainer.model_config import check_sizes
 from forgemq_trainer.model_sizes import SIGMOID_ROUTERS
 
 PARTIAL_ROTARY = ("glm4_moe", "minimax_m2")
 """Families in which a part of a head may turn with its position. The classes of the others turn all
 of it, whatever their configuration says, and SGLang's classes of some of them obey it."""
+
+GELU = ("gelu_pytorch_tanh",)
+"""The activation of Gemma 3."""
 
 GPU_HEAD_SIZE_MIN = 16
 """FlexAttention compiles no smaller head size."""
@@ -55,7 +59,7 @@ def check_supported(config: Any) -> None:  # noqa: ANN401  # a configuration of 
     if found := contents_of_configuration(config):
         raise UnsupportedModelError("; ".join(found))
     check_sizes(config)
-    _check_ignored(config)
+    _check_same_as_engines(config)
     dense = getattr(config, "mlp_only_layers", None) or []
     if dense:
         raise UnsupportedModelError(f"mlp_only_layers must be empty, got {list(dense)}")
@@ -64,13 +68,19 @@ def check_supported(config: Any) -> None:  # noqa: ANN401  # a configuration of 
         raise UnsupportedModelError(f"decoder_sparse_step must be 1, got {step}")
 
 
-def _check_ignored(config: Any) -> None:  # noqa: ANN401
-    """Refuse what a family's class in transformers ignores, while engines may not.
+def _check_same_as_engines(config: Any) -> None:  # noqa: ANN401
+    """Refuse what transformers or SGLang ignores of a family, and the other may not.
 
     Raises:
         UnsupportedModelError: names the field and the rule.
     """
     kind = config.model_type
+    name, known = ("hidden_activation", GELU) if kind == "gemma3_text" else ("hidden_act", SILU)
+    if (activation := getattr(config, name, None)) not in known:
+        raise UnsupportedModelError(
+            f"{name} must be {known[0]} in a model of type {kind}, got {activation}: SGLang has no "
+            "other"
+        )
     parts = set(_rotary_parts(getattr(config, "rope_parameters", None)))
     parts.add(getattr(config, "partial_rotary_factor", None))
     if kind not in PARTIAL_ROTARY and (others := parts - {None, 1}):
