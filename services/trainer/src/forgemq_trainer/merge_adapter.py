@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,6 +20,29 @@ from forgemq_trainer.storage.folders import write_folder
 
 class MergeError(Exception):
     """The folder or the base model does not allow it; says what and which."""
+
+
+class _PeftSettings(AdapterSettings, frozen=True, kw_only=True):
+    """Settings with which peft computes more than alpha / r times B A, or trains more than that."""
+
+    use_rslora: object = None
+    use_dora: object = None
+    rank_pattern: object = None
+    alpha_pattern: object = None
+    modules_to_save: object = None
+    layer_replication: object = None
+    fan_in_fan_out: object = None
+
+
+_OFF = (
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "layer_replication",
+    "fan_in_fan_out",
+)
 
 
 def merge_adapter(adapter: Path, folder: Path) -> int:
@@ -33,11 +57,7 @@ def merge_adapter(adapter: Path, folder: Path) -> int:
     """
     if folder.exists():
         raise MergeError(f"{folder} exists; name another folder")
-    try:
-        settings = msgspec.json.decode((adapter / SETTINGS_FILE).read_bytes(), type=AdapterSettings)
-        factors = read_adapter(adapter)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise MergeError(f"{adapter} has no adapter: {error}") from error
+    settings, factors = _read(adapter)
     base = Path(settings.base_model_name_or_path)
     files = sorted(base.glob("*.safetensors"))
     if not files:
@@ -52,7 +72,10 @@ def merge_adapter(adapter: Path, folder: Path) -> int:
             if path.is_file() and path not in files and not path.name.startswith("."):
                 shutil.copyfile(path, draft / path.name)
         for path in files:
-            tensors = load_file(path)
+            try:
+                tensors = load_file(path)
+            except SafetensorError as error:
+                raise MergeError(f"{path}: {error}") from error
             merged += _merge(tensors, factors, scale=settings.lora_alpha / settings.r)
             save_file(tensors, draft / path.name, metadata={"format": "pt"})
         if 2 * merged != len(factors):
@@ -64,14 +87,46 @@ def merge_adapter(adapter: Path, folder: Path) -> int:
     return merged
 
 
+def _read(adapter: Path) -> tuple[AdapterSettings, dict[str, Tensor]]:
+    """An adapter's settings and factors.
+
+    Raises:
+        MergeError: there is none, it is damaged, or it is more than a product of two factors.
+    """
+    try:
+        settings = msgspec.json.decode((adapter / SETTINGS_FILE).read_bytes(), type=_PeftSettings)
+        factors = read_adapter(adapter)
+    except (OSError, msgspec.MsgspecError, SafetensorError) as error:
+        raise MergeError(f"{adapter} has no adapter: {error}") from error
+    used = [name for name in _OFF if getattr(settings, name)]
+    if settings.r < 1 or settings.bias != "none":
+        used.append("r" if settings.r < 1 else "bias")
+    if used:
+        raise MergeError(
+            f"{adapter / SETTINGS_FILE}: {used[0]} is {getattr(settings, used[0])!r}: only an "
+            "adapter that adds lora_alpha / r times B A, and nothing else, can be merged"
+        )
+    return settings, factors
+
+
 def _merge(tensors: dict[str, Tensor], factors: dict[str, Tensor], *, scale: float) -> int:
-    """Add the factors' products to these tensors, in place; returns to how many."""
+    """Add the factors' products to these tensors, in place; returns to how many.
+
+    Raises:
+        MergeError: a product has another shape than its tensor.
+    """
     merged = 0
     for name, tensor in tensors.items():
         a_name, b_name = factor_names(name.removesuffix(".weight"))
         if a_name in factors and b_name in factors:
-            product = merged_weight(tensor, factors[a_name], factors[b_name], scale=scale)
-            tensors[name] = product
+            a, b = factors[a_name], factors[b_name]
+            made = (*b.shape[:1], *a.shape[1:])
+            if made != tensor.shape or b.shape[1:] != a.shape[:1]:
+                raise MergeError(
+                    f"{name} of the base model has shape {tuple(tensor.shape)}, the adapter's "
+                    f"factors are {tuple(a.shape)} and {tuple(b.shape)}"
+                )
+            tensors[name] = merged_weight(tensor, a, b, scale=scale)
             merged += 1
     return merged
 

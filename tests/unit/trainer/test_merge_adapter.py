@@ -1,0 +1,97 @@
+"""What `forgemq merge` refuses; what it writes is compared in `test_adapter_runs.py`."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from forgemq_contracts.lora import Lora
+from forgemq_trainer.core.low_rank import factor_names
+from forgemq_trainer.merge_adapter import MergeError, merge_adapter
+from forgemq_trainer.storage.adapters import ADAPTER_FILE, write_adapter
+from tests.unit.trainer.scene import save_base
+
+LAYER = "model.layers.0.self_attn.q_proj"
+"""[32, 32] in the tiny model."""
+
+
+def _adapter(folder: Path, *, a: tuple[int, ...] = (2, 32), b: tuple[int, ...] = (32, 2)) -> Path:
+    """An adapter of one layer of a tiny base model."""
+    base = save_base(folder / "base")
+    names = factor_names(LAYER)
+    write_adapter(
+        dict(zip(names, (torch.ones(a), torch.ones(b)), strict=True)),
+        lora=Lora(rank=2, alpha=4.0, targets=("q_proj",)),
+        base=base,
+        base_sha256="",
+        folder=folder / "adapter",
+    )
+    return folder / "adapter"
+
+
+def _set(adapter: Path, **settings: object) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | settings))
+
+
+def test_settings_of_peft_that_change_nothing_are_merged(tmp_path: Path) -> None:
+    adapter = _adapter(tmp_path)
+    off = {"use_rslora": False, "rank_pattern": {}, "modules_to_save": None, "revision": None}
+    _set(adapter, **off)
+    assert merge_adapter(adapter, tmp_path / "merged") == 1
+    found, base = (load_file(tmp_path / each / "model.safetensors") for each in ("merged", "base"))
+    # alpha / rank = 2, and each value of B A is 2.
+    torch.testing.assert_close(found[f"{LAYER}.weight"], base[f"{LAYER}.weight"] + 4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_rslora": True},
+        {"use_dora": True},
+        {"rank_pattern": {"q_proj": 4}},
+        {"alpha_pattern": {"q_proj": 8}},
+        {"modules_to_save": ["lm_head"]},
+        {"bias": "all"},
+        {"r": 0},
+    ],
+)
+def test_an_adapter_that_is_more_than_a_product_of_two_factors_is_refused_by_name(
+    tmp_path: Path, settings: dict[str, object]
+) -> None:
+    adapter = _adapter(tmp_path)
+    _set(adapter, **settings)
+    ((name, value),) = settings.items()
+    with pytest.raises(MergeError, match=rf"adapter_config.json: {name} is ") as raised:
+        merge_adapter(adapter, tmp_path / "merged")
+    assert repr(value) in str(raised.value)
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [((2, 31), (32, 2)), ((2, 32), (31, 2)), ((3, 32), (32, 2)), ((2,), (32, 2))]
+)
+def test_factors_of_another_shape_than_the_layer_are_refused(
+    tmp_path: Path, a: tuple[int, ...], b: tuple[int, ...]
+) -> None:
+    adapter = _adapter(tmp_path, a=a, b=b)
+    with pytest.raises(MergeError, match=rf"{LAYER}.weight of the base model has shape \(32, 32\)"):
+        merge_adapter(adapter, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_damaged_file_of_adapter_or_base_is_refused(tmp_path: Path) -> None:
+    adapter = _adapter(tmp_path)
+    base = tmp_path / "base" / "model.safetensors"
+    whole = base.read_bytes()
+    base.write_bytes(whole[:-1])
+    with pytest.raises(MergeError, match=r"base/model\.safetensors: "):
+        merge_adapter(adapter, tmp_path / "merged")
+    base.write_bytes(whole)
+    file = adapter / ADAPTER_FILE
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(MergeError, match="has no adapter: "):
+        merge_adapter(adapter, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
