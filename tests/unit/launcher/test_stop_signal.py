@@ -62,3 +62,24 @@ async def test_waiting_ends_at_the_signal_or_when_the_agents_have_ended(scene):
     assert not scene.stop.event.is_set()
     await scene.send(signal.SIGHUP)
     await asyncio.wait_for(scene.stop.wait_unless(asyncio.Event()), timeout=5)
+
+
+async def test_work_ends_without_a_result_once_a_second_signal_has_killed_what_it_asks(scene):
+    asked = asyncio.Event()
+    working = asyncio.ensure_future(asked.wait())
+    result = asyncio.ensure_future(scene.stop.unless_killed(working))
+    await scene.send(signal.SIGINT)
+    assert not result.done()
+    await scene.send(signal.SIGINT, after_s=ECHO_S)
+    assert await asyncio.wait_for(result, timeout=5) is None
+    assert working.cancelled()
+
+
+async def test_work_that_is_done_before_a_second_signal_keeps_its_result_or_its_error(scene):
+    async def fail() -> None:
+        raise OSError("the disk is full")
+
+    await scene.send(signal.SIGINT)
+    assert await scene.stop.unless_killed(asyncio.sleep(0, result=130)) == 130
+    with pytest.raises(OSError, match="the disk is full"):
+        await scene.stop.unless_killed(fail())

@@ -75,14 +75,13 @@ class RunningRun:
                 return exit_status.INTERRUPTED
             connection = self._processes.connection
             async with open_run_log(connection, configuration, blobs=self._setup.blobs) as log:
-                started = await self._announce_run(log)
+                started = await self._stop.unless_killed(self._announce_run(log))
+                if started is None:
+                    return self._left_by_kill()
                 outcome = await self._play_announced(log, started)
                 await self._processes.stop_services()
-                if outcome.reason != "completed":
-                    return await self._leave_open(log, started, outcome)
-                if self._setup.samples:
-                    return await self._report_evaluation(log, started)
-                return await self._report_run(log, started)
+                status = await self._stop.unless_killed(self._end_run(log, started, outcome))
+                return self._left_by_kill() if status is None else status
         except FAILURES as error:
             self._screen.close()
             self._screen.say(f"failed: {error}")
@@ -150,6 +149,24 @@ class RunningRun:
             events=self._screen.events,
         )
 
+    async def _end_run(self, log: Log, started: StartedRun, outcome: Outcome) -> int:
+        """Write the end of a run whose services have stopped, and its report if it has one."""
+        if outcome.reason != "completed":
+            return await self._leave_open(log, started, outcome)
+        if self._setup.samples:
+            return await self._report_evaluation(log, started)
+        return await self._report_run(log, started)
+
+    def _left_by_kill(self) -> int:
+        """Say how a run goes on whose broker was killed, so that its end is not on the log."""
+        self._screen.say(f"killed; continue with: {self._next_command()}")
+        return exit_status.INTERRUPTED
+
+    def _next_command(self) -> str:
+        if self._setup.samples:
+            return "judge the model again"
+        return f"make demo RESUME={self._setup.folder.run}"
+
     async def _leave_open(self, log: Log, started: StartedRun, outcome: Outcome) -> int:
         """Write the end of a run that a resume may continue; its groups stay open.
 
@@ -163,8 +180,7 @@ class RunningRun:
         await write_end(self._processes.connection, ended)
         if outcome.is_requested and not self._setup.samples:
             await self._report_open(log, started, now_ms=ended_ms)
-        again = "judge the model again" if self._setup.samples else f"make demo RESUME={run}"
-        self._screen.say(f"continue with: {again}")
+        self._screen.say(f"continue with: {self._next_command()}")
         is_interrupted = outcome.reason == "interrupted"
         return exit_status.INTERRUPTED if is_interrupted else exit_status.FAILED
 

@@ -3,7 +3,8 @@
 import asyncio
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from forgemq_contracts.requested_end import RequestedEnd
 from forgemq_launcher.upkeep.supervisor import Note
@@ -12,6 +13,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO_S = 1.0
 """One Ctrl-C may arrive twice, from the terminal and passed on by make or a shell, milliseconds
 apart. A person who presses it again to kill has read the first answer and takes longer."""
+
+_Result = TypeVar("_Result")
 
 
 class StopSignal:
@@ -29,6 +32,7 @@ class StopSignal:
     ) -> None:
         self.event = asyncio.Event()
         self.requested: RequestedEnd | None = None
+        self._killed = asyncio.Event()
         self._kill = kill
         self._note = note
         self._clock_s = clock_s
@@ -56,6 +60,21 @@ class StopSignal:
             for wait in waits:
                 wait.cancel()
 
+    async def unless_killed(self, work: Awaitable[_Result]) -> _Result | None:
+        """What `work` gives; None, and it is cancelled, as soon as a signal has killed everything.
+
+        For work that asks the run's broker, which is dead then: a request waits 30 s for it.
+        """
+        working = asyncio.ensure_future(work)
+        killed = asyncio.ensure_future(self._killed.wait())
+        try:
+            await asyncio.wait([working, killed], return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            working.cancel()
+            killed.cancel()
+            await asyncio.gather(working, killed, return_exceptions=True)
+
     def _take_signal(self) -> None:
         if not self.event.is_set():
             self.event.set()
@@ -63,6 +82,7 @@ class StopSignal:
             self._note("stopping everything; Ctrl-C again kills")
         elif self._clock_s() - self._came_s >= ECHO_S:
             self._kill()
+            self._killed.set()
 
 
 def asked_text(requested: RequestedEnd) -> str:
