@@ -16,7 +16,7 @@ from rich.console import Console
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.requested_end import RequestedEnd
 from forgemq_launcher.display.curves import CurveWriter
-from forgemq_launcher.display.panel import PanelView
+from forgemq_launcher.display.panel import PanelView, ShownService, panel
 from forgemq_launcher.display.run_display import RunDisplay
 from forgemq_launcher.display.screen import Screen
 from forgemq_launcher.outcome import Outcome, watch_run
@@ -106,6 +106,38 @@ async def test_a_run_that_is_asked_to_end_is_interrupted_and_says_who_asked(tmp_
     detail = "asked to end by `forgemq stop`: reward fell"
     assert outcome == Outcome("interrupted", detail, is_requested=True)
     assert list(read_curves(folder.path)) == [0, 1]
+
+
+async def test_the_panel_that_stays_on_the_terminal_has_what_was_said_last(tmp_path: Path) -> None:
+    """The interruption comes right behind a look of the display; the next is due in a second."""
+    log: MemoryLog = await log_of(SyntheticRun().play(steps=1))
+    follower = Follower(log, started())
+    await follower.catch_up()
+    terminal = io.StringIO()
+    screen = Screen(Console(file=terminal, force_terminal=True, width=100))
+    display = RunDisplay(
+        screen,
+        curves=None,
+        state=follower.state,
+        panel_view=lambda: msgspec.structs.replace(SHOWN, events=screen.events),
+    )
+    screen.open()
+    showing = asyncio.ensure_future(display.show())
+    await asyncio.sleep(0)
+    screen.say("stopping everything; Ctrl-C again kills")
+    showing.cancel()
+    await asyncio.gather(showing, return_exceptions=True)
+    screen.close()
+    assert "Ctrl-C again kills" in terminal.getvalue()
+
+
+def test_a_panel_breaks_no_line_between_a_service_and_its_dot() -> None:
+    services = tuple(ShownService(name=f"service-{n}", is_up=True) for n in range(9))
+    console = Console(file=io.StringIO(), width=80)
+    state = Follower(MemoryLog(run="r"), started()).state()
+    console.print(panel(state, msgspec.structs.replace(SHOWN, services=services)))
+    printed = console.file.getvalue()
+    assert [f"\u25cfservice-{n}" in printed for n in range(9)] == [True] * 9
 
 
 @pytest.fixture

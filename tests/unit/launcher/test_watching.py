@@ -78,7 +78,7 @@ async def test_a_terminal_shows_the_panel_with_each_service_and_how_long_it_is_s
     assert "ForgeMQ r" in printed
     assert "Ctrl-C leaves the run alone" in printed
     # The run's records are some milliseconds old at its first minute, which is its end.
-    assert "\u25cf trainer 60 s" in printed
+    assert "\u25cftrainer 60 s" in printed
     assert "lane 0 v2" in printed
 
 

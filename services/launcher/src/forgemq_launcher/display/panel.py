@@ -13,7 +13,8 @@ from forgemq_run_view.state import EvaluationPoint, QueueState, RunState, Window
 
 _BARS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"  # blocks of rising height
 _FULL = "\u25a0"
-_DOT = "\u25cf "
+_DOT = "\u25cf"
+"""Right before the name: a line breaks at a space, and the dot belongs to its service."""
 _STYLES = {
     "playing": "yellow",
     "complete": "cyan",

@@ -38,19 +38,24 @@ class RunDisplay:
         self._panel_view = panel_view
 
     async def show(self) -> None:
-        """Show the run once a second until cancelled."""
+        """Show the run once a second until cancelled, and once more at the end."""
         before: RunState | None = None
         try:
             while True:
-                state = self._state()
-                for text in headlines(before, state):
-                    self._screen.say(text)
-                self._screen.show(state, self._panel_view())
+                before = self._show_once(before)
                 if self._curves is not None:
-                    self._curves.write(state)
-                before = state
+                    self._curves.write(before)
                 await asyncio.sleep(SHOW_EVERY_S)
         finally:
+            # The panel stays on the terminal: with the last round, and what Ctrl-C said.
+            state = self._show_once(before)
             if self._curves is not None:
                 with contextlib.closing(self._curves):
-                    self._curves.write(self._state(), is_end=True)
+                    self._curves.write(state, is_end=True)
+
+    def _show_once(self, before: RunState | None) -> RunState:
+        state = self._state()
+        for text in headlines(before, state):
+            self._screen.say(text)
+        self._screen.show(state, self._panel_view())
+        return state
