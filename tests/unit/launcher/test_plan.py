@@ -296,3 +296,13 @@ def test_the_command_asks_a_process_of_the_trainer_and_ends_with_whether_the_run
     assert len(report["reasons"]) == status
     assert report["plan"]["step"]["tree_tokens"] == 8 * (158 + 8 * (4 * 19 + 3 * 35))
     assert report["plan"]["seconds"] is None
+
+
+@pytest.mark.slow
+def test_a_model_that_no_rank_can_hold_is_refused_for_that_and_not_for_a_budget_of_nothing():
+    console = Console(file=io.StringIO(), width=200)
+    recipe = ROOT / "deploy/recipes/qwen3-30b-a3b/maths.toml"
+    arguments = ("plan", str(recipe), "--gpu", "h100", "--json")
+    assert run_tool(arguments, environ=os.environ, console=console) == 1
+    (reason,) = json.loads(console.file.getvalue())["reasons"]
+    assert reason.startswith("weights, gradients and moments take 91.6 GB of each of 6 ranks")

@@ -89,6 +89,8 @@ def _more(memory: TrainerMemory) -> str:
 
 
 def _group_reasons(plan: RunPlan) -> Iterator[str]:
+    if not plan.trainer.budget_bytes:
+        return  # The weights alone do not fit: no budget that a file may name helps a group.
     if plan.step.refused_step:
         yield f"a usual group has no plan: {plan.step.refused_step}"
     for group in plan.step.largest:
