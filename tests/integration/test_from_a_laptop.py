@@ -150,7 +150,7 @@ def check_looks(laptop: Laptop, *, run_id: str, steps: int) -> None:
     assert (status, printed.count("DID NOT HOLD")) == (1, 1), printed
     status, printed = laptop.run("inspect", run_id)
     assert status == 0
-    group = next(line.split()[1] for line in printed.splitlines() if " trained " in line)
+    group = next(line.split()[0] for line in printed.splitlines() if " trained " in line)
     status, printed = laptop.run("inspect", run_id, group)
     assert (status, printed.count(f"episode {group}.")) == (0, 4), printed
     status, printed = laptop.run("replay", run_id)

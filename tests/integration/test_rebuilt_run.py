@@ -102,7 +102,7 @@ def test_every_request_of_a_run_is_rebuilt_from_its_log_cuts_included(
         run.close()
     looking = {**environ, "FORGEMQ_LAUNCHER_RUNS": str(run.runs)}
     rows = printed(looking, "inspect", run_id).splitlines()
-    groups = [row.split()[1] for row in rows if " trained " in row]
+    groups = [row.split()[0] for row in rows if " trained " in row]
     assert len(groups) == GROUPS
     rendering = Rendering.load(str(ROOT / "deploy/demo/model"))
     known, cuts, episodes = orders(), 0, 0

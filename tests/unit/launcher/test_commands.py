@@ -4,6 +4,7 @@ import io
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -150,6 +151,20 @@ def test_without_runs_the_list_says_how_to_make_one(tool):
     assert tool("runs") == (0, "no runs yet: `make demo` makes the first\n")
 
 
+def test_a_run_without_a_report_is_listed_with_the_steps_of_its_curves(tool, run_folder):
+    def steps() -> str:
+        status, printed = tool("runs")
+        (row,) = [line for line in printed.splitlines() if "desk-1" in line]
+        assert status == 0
+        return row.split("\u2502")[3].strip()
+
+    total = run_folder.configuration().trainer.steps
+    assert steps() == f"0/{total}"
+    lines = [b'{"step":0,"loss":1.0}', b'{"step":1,"loss":1.0}', b'{"step":1,"loss":0.5}', b'{"st']
+    (run_folder / "curves.jsonl").write_bytes(b"\n".join(lines))
+    assert steps() == f"2/{total}"
+
+
 @pytest.fixture
 def run_folder(tmp_path) -> RunFolder:
     """The folder of a run with a broker of its own."""
@@ -238,6 +253,9 @@ def test_a_file_that_is_no_text_is_refused_by_name(tool, tmp_path):
     (tmp_path / "run.toml").write_bytes(bytes(range(256)))
     status, printed = tool("run", str(tmp_path / "run.toml"))
     assert (status, f"{tmp_path / 'run.toml'}: not a TOML file: " in printed) == (2, True)
+    (tmp_path / "run.toml").write_text("# My run\nsteps 8\n")
+    status, printed = tool("run", str(tmp_path / "run.toml"))
+    assert (status, f"{tmp_path / 'run.toml'}: not a TOML file: " in printed) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -295,4 +313,32 @@ def test_a_run_that_cannot_be_read_is_listed_as_such_beside_the_others(
 def test_what_no_command_takes_is_refused_by_name(tool, capsys, arguments):
     with pytest.raises(SystemExit, match="2"):
         tool(*arguments)
-    assert f"unrecognized arguments: {arguments[-1]}" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"usage: forgemq {arguments[0]} " in printed
+    assert f"unrecognized arguments: {arguments[-1]}" in printed
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        (("run",), "file"),
+        (("run", "--resume", "desk-1"), "file"),
+        (("create",), "file"),
+        (("resolve", "run.toml"), "--to"),
+        (("plan", "run.toml"), "--gpu"),
+        (("eval", "model", "--domain", "desk"), "--samples"),
+    ],
+)
+def test_an_argument_that_is_missing_is_named_and_none_that_may_be_left_out(
+    tool, capsys, command, missing
+):
+    with pytest.raises(SystemExit, match="2"):
+        tool(*command)
+    required = "the following arguments are required: "
+    assert capsys.readouterr().err.endswith(f"{required}{missing}\n")
+
+
+def test_the_version_is_that_of_the_distribution(tool, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        tool("--version")
+    assert capsys.readouterr().out == f"forgemq {version('forgemq-launcher')}\n"

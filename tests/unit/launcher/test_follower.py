@@ -333,11 +333,17 @@ def test_a_run_is_held_by_one_launcher_and_made_once(tmp_path):
     assert (folder / "admin.key").stat().st_mode & 0o077 == 0
 
 
-def test_the_list_of_groups_cuts_no_id_in_80_columns():
+def test_the_list_of_groups_cuts_nothing_in_80_columns():
     run, follower = SyntheticRun(), Follower(MemoryLog(run="r"), started())
-    run.admit("g-0123456789abcdef", index=0, version=0)
+    run.admit("g-0000000000000007", index=7, version=0)
+    run.retire("g-0000000000000007", reason="zero_variance")
     for message in run.messages:
         follower.view.apply(message)
     console = Console(file=io.StringIO(), width=80)
     print_groups(follower, console)
-    assert "g-0123456789abcdef" in console.file.getvalue()
+    printed = console.file.getvalue()
+    names = ("group", "index", "state", "step", "turns", "truncated", "success")
+    assert [
+        name for name in (*names, "g-0000000000000007", "zero_variance") if name not in printed
+    ] == []
+    assert "\u2026" not in printed

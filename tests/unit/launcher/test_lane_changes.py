@@ -78,8 +78,10 @@ def gateway() -> Iterator[str]:
     server.server_close()
 
 
-def tool(url: str, *arguments: str, folder: Path, key: str = KEY) -> tuple[int, str]:
-    console = Console(file=io.StringIO(), width=200)
+def tool(
+    url: str, *arguments: str, folder: Path, key: str = KEY, width: int = 200
+) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=width)
     environ = {
         "FORGEMQ_AGENTS_GATEWAY_URL": url,
         "FORGEMQ_AGENTS_ADMIN_KEY": key,
@@ -93,10 +95,19 @@ def tool(url: str, *arguments: str, folder: Path, key: str = KEY) -> tuple[int, 
 def test_a_lane_is_shown_with_its_weights_and_its_load(gateway: str, tmp_path: Path) -> None:
     status, text = tool(gateway, "lanes", "r", folder=tmp_path)
     assert status == 0
-    (row,) = [line for line in text.splitlines() if "http://engine:1" in line]
+    (row,) = [line for line in text.splitlines() if "8123" in line]
     shown = re.findall(r"[\w.:/%]+", row)
-    assert shown == ["1", "drained", "drained", "1.7", "3", "0", "8123", "25%", "http://engine:1"]
+    assert shown == ["1", "drained", "drained", "1.7", "3", "0", "8123", "25%"]
+    assert "lane 1: http://engine:1" in text.splitlines()
     assert "1 of at most 3 lanes" in text
+
+
+def test_the_list_of_lanes_cuts_nothing_in_80_columns(gateway: str, tmp_path: Path) -> None:
+    status, text = tool(gateway, "lanes", "r", folder=tmp_path, width=80)
+    assert status == 0
+    words = ("wanted", "weights", "running", "queued", "tokens/s", "cache", "http://engine:1")
+    assert [word for word in words if word not in text] == []
+    assert "\u2026" not in text
 
 
 @pytest.mark.slow

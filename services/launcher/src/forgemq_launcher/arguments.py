@@ -2,12 +2,15 @@
 
 import argparse
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from forgemq_launcher.plan.machines import BANDWIDTH_SHARE, UTILISATION
 from forgemq_launcher.upkeep.cluster import Workload, workload_of
 from forgemq_launcher.upkeep.services import TRANSFORMS
 
+PACKAGE = "forgemq-launcher"
+"""The distribution whose version the command tells."""
 STOP_TIMEOUT_S = 600.0
 """In a cluster the pods' grace and the audit of a long log come before the end."""
 COUNT_MAX = 4096
@@ -16,13 +19,13 @@ COUNT_MAX = 4096
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     """The arguments, parsed; `key=value` may come before an option or after it."""
-    parser = _parser()
+    parser, commands = _parser()
     options, left = parser.parse_known_args(arguments)
     # argparse gives a positional that takes any number only what comes before the next option.
     if [each for each in left if each.startswith("-") or "overrides" not in options]:
-        parser.error(f"unrecognized arguments: {' '.join(left)}")
+        commands.choices[options.command].error(f"unrecognized arguments: {' '.join(left)}")
     if left:
-        options.overrides += left
+        options.overrides = [*options.overrides, *left]
     if options.command == "eval":
         files = [each for each in options.overrides if "=" not in each]
         if len(files) > 1:
@@ -32,13 +35,17 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[
+    argparse.ArgumentParser, "argparse._SubParsersAction[argparse.ArgumentParser]"
+]:
+    """The parser, and those of its commands by name."""
     parser = argparse.ArgumentParser(
         prog="forgemq",
         description="Agent reinforcement learning over a message queue, on one machine.",
         epilog="Settings: FORGEMQ_KAFKA names a broker, FORGEMQ_ENGINE_URL an engine for each "
         "lane, FORGEMQ_LAUNCHER_RUNS the folder of runs.",
     )
+    parser.add_argument("--version", action="version", version=f"forgemq {version(PACKAGE)}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser(
         "run",
@@ -48,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         "130 interrupted.",
     )
     run.add_argument("file", type=Path, help="run configuration, TOML")
-    run.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.steps=10")
+    _add_overrides(run, "e.g. trainer.steps=10")
     run.add_argument("--resume", metavar="RUN", help="continue this run")
     create = commands.add_parser(
         "create",
@@ -57,12 +64,12 @@ def _parser() -> argparse.ArgumentParser:
         "number that this broker has not seen. Prints what its services need.",
     )
     create.add_argument("file", type=Path, help="run configuration, TOML")
-    create.add_argument("overrides", nargs="*", metavar="key=value")
+    _add_overrides(create)
     resolve = commands.add_parser(
         "resolve", help="write the checked configuration as JSON, for agents on another machine"
     )
     resolve.add_argument("file", type=Path, help="run configuration, TOML")
-    resolve.add_argument("overrides", nargs="*", metavar="key=value")
+    _add_overrides(resolve)
     resolve.add_argument("--to", type=Path, required=True, metavar="JSON", help="file to write")
     _add_eval(commands)
     _add_plan(commands)
@@ -82,7 +89,12 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("adapter", type=Path, metavar="ADAPTER", help="e.g. of a run's checkpoint")
     merge.add_argument("folder", type=Path, metavar="FOLDER", help="made; must not exist")
     _add_looks(commands)
-    return parser
+    return parser, commands
+
+
+def _add_overrides(command: argparse.ArgumentParser, example: str | None = None) -> None:
+    # With a default argparse does not call them required where another argument is missing.
+    command.add_argument("overrides", nargs="*", default=(), metavar="key=value", help=example)
 
 
 def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -98,6 +110,7 @@ def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     judged.add_argument(
         "overrides",
         nargs="*",
+        default=(),
         metavar="FILE or key=value",
         help="FILE: run configuration, TOML; default: the run that MODEL is a checkpoint of, "
         "run.toml beside MODEL or here, or what key=value says: queues.D.agent=module:function",
@@ -114,7 +127,7 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "0 it fits, 1 it does not, 2 refused.",
     )
     plan.add_argument("file", type=Path, help="run configuration, TOML")
-    plan.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.world_size=6")
+    _add_overrides(plan, "e.g. trainer.world_size=6")
     plan.add_argument(
         "--gpu", required=True, metavar="NAME", help="h100, h200, b200; cpu: machines without one"
     )

@@ -15,6 +15,7 @@ from forgemq_launcher.core.configuration import (
     name_of,
     names_budget,
     next_run,
+    overridden,
 )
 from forgemq_launcher.model_folder import check_draft_folder, check_model_files, check_model_folder
 from forgemq_launcher.placement import device_of, with_budget
@@ -80,7 +81,11 @@ def document_in(path: Path, overrides: Sequence[str]) -> Document:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path}: not a TOML file: {error}") from error
-    return document(text, overrides=overrides)
+    try:
+        values = document(text, overrides=())
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+    return overridden(values, overrides)
 
 
 def configured(values: Document, *, source: str, run: str) -> RunConfiguration:

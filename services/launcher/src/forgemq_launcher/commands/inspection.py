@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
@@ -35,6 +36,7 @@ from forgemq_run_view.state import GroupRow, RunState
 from forgemq_run_view.trajectory import Trajectory, TrajectoryTurn, trajectories
 from forgemq_shell.announced_runs import AnnouncedRun, announced_runs
 from forgemq_shell.connection import kafka_connection
+from forgemq_telemetry.curves import read_curves
 
 LETTER_BYTES_SHOWN_MAX = 60
 """Enough to tell JSON from msgpack and to see the first ids; a row of the table stays readable."""
@@ -100,7 +102,7 @@ def _run_cells(folder: RunFolder) -> tuple[str, ...]:
     state = "up" if folder.is_up() else "stopped"
     return (
         report.reason if report else state,
-        f"{report.steps if report else '?'}/{configuration.trainer.steps}",
+        f"{report.steps if report else _curve_steps(folder)}/{configuration.trainer.steps}",
         _pair(report.success_start, report.success_end) if report else "-",
         _pair(report.success_start_greedy, report.success_end_greedy) if report else "-",
         str(configuration.seed),
@@ -245,8 +247,12 @@ async def end_of(log: Log, started: StartedRun) -> EndedRun | None:
 def print_groups(follower: Follower, console: Console) -> None:
     """Print the newest groups, oldest first, with how each stands."""
     shown = Table(
-        Column("group", no_wrap=True),  # Typed again to inspect the group, so it is never cut.
-        *("queue index", "state", "step", "completions", "truncated", "success"),
+        # Nothing is cut in 80 columns: a group's id is typed again to inspect it.
+        *(Column(name, no_wrap=True) for name in ("group", "queue\nindex", "state", "step")),
+        *(Column(name, no_wrap=True) for name in ("turns", "truncated", "success")),
+        box=SIMPLE,
+        show_edge=False,
+        pad_edge=False,
     )
     for row in reversed(follower.view.rows(rows_max=GROUPS_SHOWN_MAX)):
         shown.add_row(
@@ -339,6 +345,15 @@ def _decoded(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
 def _tokenizer(folder: Path) -> Tokenizer | None:
     path = folder / "tokenizer.json"
     return Tokenizer.from_file(str(path)) if path.is_file() else None
+
+
+def _curve_steps(folder: RunFolder) -> int:
+    """How many steps the run's curves have.
+
+    All of a run that was stopped; up to two fewer of one that is up or was killed.
+    """
+    has_curves = (folder / "curves.jsonl").is_file()
+    return max(read_curves(folder.path), default=-1) + 1 if has_curves else 0
 
 
 def _report_of(folder: RunFolder) -> Report | None:

@@ -7,8 +7,9 @@ from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
+from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from forgemq_contracts.admin import Refusal
 from forgemq_contracts.admin_routes import Route
@@ -47,7 +48,10 @@ class GatewayAwayError(Exception):
 
 def list_lanes(gateway: RunGateway, console: Console) -> int:
     """Print every lane of the run: what is wanted of it and how it is doing."""
-    show(console, _table(_asked(gateway, LIST_LANES, LaneList)))
+    found = _asked(gateway, LIST_LANES, LaneList)
+    show(console, _table(found))
+    for lane in found.lanes:  # Whole, which a column of 80 has no room for.
+        say(console, f"lane {lane.lane}: {lane.engine_url}")
     return exit_status.OK
 
 
@@ -132,7 +136,12 @@ def _refusal(status: int, body: bytes) -> LaneRefusedError:
 
 def _table(found: LaneList) -> Table:
     shown = Table(
-        "lane", "wanted", "is", "weights", "running", "queued", "reads tokens/s", "cache", "engine"
+        *(Column(name, no_wrap=True) for name in ("lane", "wanted")),
+        "is",
+        *(Column(name, no_wrap=True) for name in ("weights", "running", "queued")),
+        *(Column(name, no_wrap=True) for name in ("reads\ntokens/s", "cache")),
+        box=SIMPLE,
+        show_edge=False,
     )
     for lane in found.lanes:
         shown.add_row(
@@ -144,7 +153,6 @@ def _table(found: LaneList) -> Table:
             str(lane.queued),
             f"{lane.prefill_tokens_per_s:.0f}" if lane.prefill_tokens_per_s else "-",
             f"{lane.used_tokens / lane.capacity_tokens:.0%}" if lane.capacity_tokens else "-",
-            lane.engine_url,
         )
     shown.caption = f"{len(found.lanes)} of at most {found.lanes_max} lanes"
     return shown
