@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from forgemq_bus.broker import LocalBroker
-from tests.integration.launched_run import DIALOGUE, LaunchedRun
+from tests.integration.launched_run import DIALOGUE, FORGEMQ, LaunchedRun
 from tests.integration.run_log import Accounts, accounts
 from tests.integration.stand_in import stand_in_engine
 
@@ -46,7 +46,7 @@ def test_ctrl_c_during_set_up_rollouts_and_training_loses_nothing(tmp_path):
             run.start(DIALOGUE, "--resume", RUN, environ=stands_in)
             interrupt_at_line(run, at=r"version 0: success .* \(4 groups\)", within_s=120)
             open_groups = own_log(run).open_group_ids()
-            assert f"continue with: make demo RESUME={RUN}" in run.output()
+            assert f"continue with: {FORGEMQ} run {DIALOGUE} --resume {RUN}\n" in run.output()
 
             run.start(DIALOGUE, "--resume", RUN, environ=stands_in)
             interrupt_at_line(run, at="step 3 trained", within_s=180)

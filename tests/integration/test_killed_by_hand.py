@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.integration.launched_run import DIALOGUE, LaunchedRun
+from tests.integration.launched_run import DIALOGUE, FORGEMQ, LaunchedRun
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -29,7 +29,8 @@ def test_ctrl_c_twice_kills_at_once_and_says_how_the_run_goes_on(tmp_path):
         run.interrupt()
         assert run.wait_for_end(within_s=60) == 130, run.story()
         assert time.monotonic() - began_s < WAIT_FOR_BROKER_S / 2
-        assert f"killed; continue with: make demo RESUME={RUN}" in run.output()
+        again = f"{FORGEMQ} run {DIALOGUE} --resume {RUN}"
+        assert f"killed; continue with: {again}\n" in run.output()
         assert "failed" not in run.output()
         assert run.left_behind() == []
     finally:

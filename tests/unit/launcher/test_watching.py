@@ -5,6 +5,7 @@ import io
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -16,9 +17,11 @@ from forgemq_contracts.messages import Output
 from forgemq_contracts.run import EndedRun
 from forgemq_contracts.topics import FINISHED_COMPLETIONS
 from forgemq_launcher.commands.watching import show_until_ended, status_of
+from forgemq_launcher.display.panel import line
 from forgemq_launcher.display.screen import Screen
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.records.run_topics import create_topics
+from forgemq_run_view.state import EvaluationPoint, Tally
 from forgemq_shell.records import emit_of
 from tests.unit.launcher.test_follower import end, log_of
 from tests.unit.run_view.synthetic import SyntheticRun, configuration, started
@@ -51,6 +54,22 @@ async def test_a_run_that_is_over_is_one_line_without_a_terminal() -> None:
     assert ended == END.record
     (line,) = printed.splitlines()
     assert "step 3/3 success 1.00 reward 1.40" in line
+
+
+async def test_the_plain_line_says_how_far_a_round_is_that_is_being_played() -> None:
+    state = Follower(await log_of(SyntheticRun().play(steps=1)), started()).state()
+    round_ = EvaluationPoint(
+        round_name="start-sampled",
+        is_greedy=False,
+        version_min=0,
+        version_max=0,
+        groups=8,
+        groups_ended=3,
+        tally=Tally(episodes=3, success=0.0, reward=0.0, outcome=0.0, speed=0.0, process=0.0),
+    )
+    played = msgspec.structs.replace(round_, is_greedy=True, groups_ended=8)
+    shown = line(msgspec.structs.replace(state, evaluations=(round_, played)))
+    assert shown.endswith(" saving 0.0x; sampled v0: 3 of 8 played")
 
 
 @pytest.mark.slow

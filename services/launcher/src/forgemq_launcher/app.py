@@ -145,7 +145,7 @@ class RunningRun:
             engine_status=engines.status(),
             is_engine_up=engines.is_up,
             services=tuple(map(_shown_service, self._processes.service_statuses())),
-            footer=f"{console_url}   Ctrl-C stops, RESUME={self._setup.folder.run} continues",
+            footer=f"{console_url}   Ctrl-C stops",
             events=self._screen.events,
         )
 
@@ -159,13 +159,12 @@ class RunningRun:
 
     def _left_by_kill(self) -> int:
         """Say how a run goes on whose broker was killed, so that its end is not on the log."""
-        self._screen.say(f"killed; continue with: {self._next_command()}")
+        self._screen.say(f"killed; {self._next_step()}")
         return exit_status.INTERRUPTED
 
-    def _next_command(self) -> str:
-        if self._setup.samples:
-            return "judge the model again"
-        return f"make demo RESUME={self._setup.folder.run}"
+    def _next_step(self) -> str:
+        command = self._setup.resume_command
+        return f"continue with: {command}" if command else "to judge the model, begin again"
 
     async def _leave_open(self, log: Log, started: StartedRun, outcome: Outcome) -> int:
         """Write the end of a run that a resume may continue; its groups stay open.
@@ -180,7 +179,7 @@ class RunningRun:
         await write_end(self._processes.connection, ended)
         if outcome.is_requested and not self._setup.samples:
             await self._report_open(log, started, now_ms=ended_ms)
-        self._screen.say(f"continue with: {self._next_command()}")
+        self._screen.say(self._next_step())
         is_interrupted = outcome.reason == "interrupted"
         return exit_status.INTERRUPTED if is_interrupted else exit_status.FAILED
 

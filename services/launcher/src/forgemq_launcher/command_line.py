@@ -5,6 +5,7 @@ import asyncio
 import importlib.util
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -41,6 +42,9 @@ from forgemq_launcher.upkeep.services import TRANSFORMS
 from forgemq_settings.environment import SettingsError, parse
 from forgemq_settings.hidden_process import hide_process
 from forgemq_shell.started_run import RunNotStartedError, UnreadableRunError
+
+PROGRAM = "forgemq"
+"""As the distribution installs it."""
 
 
 def main() -> None:
@@ -296,8 +300,20 @@ def _run(
         say(console, f"run {folder.run} in {folder.path}")
         budget = made.trainer.memory_budget_bytes / 1e9
         say(console, f"trainer on {device}, trainer.memory_budget_bytes {budget:.1f} GB")
-        setup = RunSetup(folder=folder, configuration=made, settings=settings, environ=environ)
+        setup = RunSetup(
+            folder=folder,
+            configuration=made,
+            settings=settings,
+            environ=environ,
+            resume_command=resume_command(sys.argv[0], file=options.file, run=folder.run),
+        )
         return _play(setup, console)
+
+
+def resume_command(called: str, *, file: Path, run: str) -> str:
+    """What continues a run in the folder in which it was started; `called` is how the tool was."""
+    program = called if Path(called).name == PROGRAM else PROGRAM
+    return shlex.join([program, "run", str(file), "--resume", run])
 
 
 def _eval(

@@ -16,6 +16,8 @@ class RunSetup:
     configuration: RunConfiguration
     settings: LauncherSettings
     environ: Mapping[str, str]
+    resume_command: str = ""
+    """What somebody types to continue the run; "" for an evaluation, which is not continued."""
     samples: int = 0
     """Above 0: the model is judged by so many episodes of each held-out task; nothing trains."""
 

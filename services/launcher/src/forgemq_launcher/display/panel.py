@@ -68,11 +68,13 @@ def line(state: RunState) -> str:
     point = state.versions[-1].tally if state.versions else None
     success = f"success {point.success:.2f} reward {point.reward:.2f} " if point else ""
     bound = max(queue.staleness_limit for queue in state.queues)
+    rounds = "".join(f"; {_evaluation(each)}" for each in state.evaluations if _is_unfinished(each))
     stalled = f" STALLED: waits for {waited_for(state)}" if state.stall else ""
     return (
         f"step {state.steps_trained}/{state.steps} {success}"
         f"tokens/s {state.tokens_per_s:.0f} staleness {state.staleness_max}/{bound} "
-        f"in flight {state.groups_open} saving {state.merge_ratio_per_request:.1f}x{stalled}"
+        f"in flight {state.groups_open} saving {state.merge_ratio_per_request:.1f}x"
+        f"{rounds}{stalled}"
     )
 
 
@@ -143,9 +145,14 @@ def _curve(values: Sequence[float], *, fixed_max: float | None = None) -> Text:
 def _evaluation(point: EvaluationPoint) -> str:
     kind = "greedy" if point.is_greedy else "sampled"
     weights = f"v{point.version_max}"
-    if point.groups_ended < point.groups or not point.groups:
+    if _is_unfinished(point):
         return f"{kind} {weights}: {point.groups_ended} of {point.groups} played"
     return f"{kind} {weights}: {point.tally.success:.2f}"
+
+
+def _is_unfinished(point: EvaluationPoint) -> bool:
+    """Whether tasks of the round are still to be played."""
+    return point.groups_ended < point.groups or not point.groups
 
 
 def _tokens(state: RunState) -> str:
