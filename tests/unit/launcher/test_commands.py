@@ -15,7 +15,9 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.command_line import resume_command, run_tool
 from forgemq_launcher.commands.creation import blobs_address
 from forgemq_launcher.core.configuration import next_run
+from forgemq_launcher.records.evaluation import DomainEvaluation
 from forgemq_launcher.run_folder import RunFolder, RunFolderError, names_taken
+from forgemq_run_view.pass_at_k import PassRate
 from tests.small_run import small_run
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo"
@@ -159,10 +161,41 @@ def test_a_run_without_a_report_is_listed_with_the_steps_of_its_curves(tool, run
         return row.split("\u2502")[3].strip()
 
     total = run_folder.configuration().trainer.steps
-    assert steps() == f"0/{total}"
+    assert steps() == f"?/{total}"
     lines = [b'{"step":0,"loss":1.0}', b'{"step":1,"loss":1.0}', b'{"step":1,"loss":0.5}', b'{"st']
     (run_folder / "curves.jsonl").write_bytes(b"\n".join(lines))
     assert steps() == f"2/{total}"
+
+
+def test_an_evaluation_is_listed_as_judged_with_its_success_and_its_whole_id(tool, tmp_path):
+    folder = RunFolder(tmp_path / "runs" / "command-line-eval-1")
+    folder.make(small_run(group_partitions=1), is_evaluation=True)
+
+    def cells() -> list[str]:
+        console = Console(file=io.StringIO(), width=80)
+        environ = {"FORGEMQ_LAUNCHER_RUNS": str(tmp_path / "runs")}
+        assert run_tool(["runs"], environ=environ, console=console) == 0
+        (row,) = [line for line in console.file.getvalue().splitlines() if "eval-1" in line]
+        return [cell.strip() for cell in row.split("\u2502")[1:5]]
+
+    assert cells() == ["command-line-eval-1", "stopped", "-", "-"]
+    rates = tuple(
+        PassRate(k=k, rate=r, low=0.1, high=0.9, tasks=64) for k, r in ((1, 0.283), (2, 0.469))
+    )
+    judged = DomainEvaluation(
+        run="command-line-eval-1",
+        model="model",
+        domain="command_line",
+        samples=2,
+        temperature=1.0,
+        episodes=128,
+        episodes_masked=0,
+        confidence=0.95,
+        pass_at_k=rates,
+        tasks=(),
+    )
+    (folder / "pass_at_k.json").write_bytes(msgspec.json.encode((judged,)))
+    assert cells() == ["command-line-eval-1", "judged", "-", "0.28"]
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def _command(
     console: Console,
 ) -> int:
     # Imported here: `forgemq runs` and a refused file need no broker client.
-    from forgemq_launcher.commands.inspection import list_runs
+    from forgemq_launcher.commands.run_list import list_runs
 
     runs = Path(settings.runs)
     match options.command:

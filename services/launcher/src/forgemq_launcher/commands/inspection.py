@@ -1,10 +1,9 @@
-"""Commands that look at runs: list them, audit one, print a trajectory, list dead letters."""
+"""Commands that look at a run: audit it, print a trajectory, list dead letters."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import msgspec
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
@@ -12,8 +11,6 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 from forgemq_audit.run_report import audit_run
-from forgemq_bus.kafka import KafkaLog
-from forgemq_bus.kafka_runs import runs_on_broker
 from forgemq_bus.kept_records import message_of, messages_of, read_all, read_at, read_from
 from forgemq_bus.log import Log, Place, Record
 from forgemq_bus.partitions import dead_letters_of
@@ -29,84 +26,16 @@ from forgemq_launcher.display.fork_table import fork_table
 from forgemq_launcher.display.lines import left_out, say, show
 from forgemq_launcher.display.report_files import closing, write_report
 from forgemq_launcher.records.follower import Follower
-from forgemq_launcher.run_folder import RunFolder, RunFolderError
+from forgemq_launcher.run_folder import RunFolder
 from forgemq_run_view.report import Report
 from forgemq_run_view.rewards import EpisodeReward, TurnReward
 from forgemq_run_view.state import GroupRow, RunState
 from forgemq_run_view.trajectory import Trajectory, TrajectoryTurn, trajectories
-from forgemq_shell.announced_runs import AnnouncedRun, announced_runs
-from forgemq_shell.connection import kafka_connection
-from forgemq_telemetry.curves import read_curves
 
 LETTER_BYTES_SHOWN_MAX = 60
 """Enough to tell JSON from msgpack and to see the first ids; a row of the table stays readable."""
 GROUPS_SHOWN_MAX = 2000
 """The newest ones: several hundred steps of the demo, and still a second of output."""
-
-
-async def list_runs(
-    folders: Sequence[RunFolder], environ: Mapping[str, str], console: Console
-) -> int:
-    """Print every run: what it is and how far it came; the status is 1 if one is unreadable.
-
-    Runs without a folder here are listed if they are on the broker that FORGEMQ_KAFKA names.
-    """
-    shown = Table("run", "state", "steps", "success sampled", "success greedy", "seed")
-    unreadable: list[str] = []
-    for folder in folders:
-        try:
-            shown.add_row(folder.run, *_run_cells(folder))
-        except (RunFolderError, OSError) as error:
-            shown.add_row(folder.run, "unreadable")
-            unreadable.append(str(error))
-    if environ.get("FORGEMQ_KAFKA"):
-        here = {folder.run for folder in folders}
-        for each in await _runs_elsewhere(environ, here=here):
-            shown.add_row(each.started.run, *_announced_cells(each))
-    show(console, shown if shown.row_count else "no runs yet: `make demo` makes the first")
-    for reason in unreadable:
-        say(console, reason)
-    return exit_status.FAILED if unreadable else exit_status.OK
-
-
-async def _runs_elsewhere(
-    environ: Mapping[str, str], *, here: Collection[str]
-) -> list[AnnouncedRun]:
-    connection = kafka_connection(environ)
-    present = await runs_on_broker(connection)
-    log = KafkaLog(connection, run="")
-    try:
-        announced = await announced_runs(log)
-    finally:
-        await log.close()
-    return [each for each in announced if each.started.run in present - set(here)]
-
-
-def _announced_cells(announced: AnnouncedRun) -> tuple[str, ...]:
-    """A run's row, after its name, from its first and last record."""
-    started, ended = announced.started, announced.ended
-    results = {each.name: each.value for each in ended.results} if ended else {}
-    return (
-        ended.reason if ended else "no end yet",
-        f"?/{started.configuration.trainer.steps}",
-        _pair(results.get("success_start"), results.get("success_end")),
-        _pair(results.get("success_start_greedy"), results.get("success_end_greedy")),
-        str(started.configuration.seed),
-    )
-
-
-def _run_cells(folder: RunFolder) -> tuple[str, ...]:
-    """A run's row, after its name."""
-    configuration = folder.configuration()
-    report = _report_of(folder)
-    state = "up" if folder.is_up() else "stopped"
-    return (
-        report.reason if report else state,
-        f"{report.steps if report else _curve_steps(folder)}/{configuration.trainer.steps}",
-        _pair(report.success_start, report.success_end) if report else "-",
-        _pair(report.success_start_greedy, report.success_end_greedy) if report else "-",
-        str(configuration.seed),
-    )
 
 
 async def audit(folder: RunFolder, environ: Mapping[str, str], console: Console) -> int:
@@ -345,24 +274,3 @@ def _decoded(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
 def _tokenizer(folder: Path) -> Tokenizer | None:
     path = folder / "tokenizer.json"
     return Tokenizer.from_file(str(path)) if path.is_file() else None
-
-
-def _curve_steps(folder: RunFolder) -> int:
-    """How many steps the run's curves have.
-
-    All of a run that was stopped; up to two fewer of one that is up or was killed.
-    """
-    has_curves = (folder / "curves.jsonl").is_file()
-    return max(read_curves(folder.path), default=-1) + 1 if has_curves else 0
-
-
-def _report_of(folder: RunFolder) -> Report | None:
-    path = folder / "report.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Report) if path.is_file() else None
-    except ValueError as error:  # Not JSON, not UTF-8, or of another build.
-        raise RunFolderError(f"{path}: {error}") from error
-
-
-def _pair(start: float | None, end: float | None) -> str:
-    return " -> ".join("-" if value is None else f"{value:.2f}" for value in (start, end))
