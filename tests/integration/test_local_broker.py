@@ -14,6 +14,7 @@ import pytest
 
 from forgemq_bus.broker import BrokerError, LocalBroker
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.kafka_connection import REQUEST_TIMEOUT_MS
 from forgemq_bus.log import Emit, Place
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -98,6 +99,26 @@ async def test_what_was_acknowledged_survives_a_killed_broker(broker: LocalBroke
     assert await write(log, b"waited for it") == 1
     assert await restarted == address
     assert await log.end_positions([PLACE]) == {PLACE: 2}
+    await log.close()
+
+
+@pytest.mark.slow
+async def test_positions_are_asked_for_as_long_as_the_connection_says(broker: LocalBroker) -> None:
+    """Longer than one request, which is what a busy machine may take for its first answers."""
+    address = await asyncio.to_thread(broker.start)
+    log = KafkaLog(KafkaConnection(bootstrap=address, retry_s=90.0), run="r")
+    await log.create_topics({"a": 1})
+    assert await write(log, b"kept") == 0
+    assert await log.end_positions([PLACE]) == {PLACE: 1}
+    broker.kill()
+    asked = [
+        asyncio.ensure_future(log.first_positions([PLACE])),
+        asyncio.ensure_future(log.end_positions([PLACE])),
+    ]
+    await asyncio.sleep(REQUEST_TIMEOUT_MS / 1000 + 1)
+    assert [each.done() for each in asked] == [False, False]
+    await asyncio.to_thread(broker.start)
+    assert await asyncio.gather(*asked) == [{PLACE: 0}, {PLACE: 1}]
     await log.close()
 
 

@@ -88,6 +88,27 @@ async def test_foreign_errors_are_translated(
             raise raised
 
 
+async def test_a_request_without_an_answer_is_repeated_as_long_as_the_connection_says() -> None:
+    asked: list[float] = []
+
+    async def answer_the_third() -> int:
+        asked.append(time.monotonic())
+        if len(asked) < 3:
+            raise kafka_errors.KafkaTimeoutError
+        return 7
+
+    assert (await retry(answer_the_third), len(asked)) == (7, 3)
+
+    async def never() -> None:
+        raise kafka_errors.KafkaTimeoutError
+
+    began_s = time.monotonic()
+    with pytest.raises(LogUnavailableError, match=r"did not answer within 0\.3 s"):
+        async with bound_and_translate(KafkaConnection(bootstrap="a:1", retry_s=0.3), "test"):
+            await retry(never)
+    assert time.monotonic() - began_s >= 0.3
+
+
 class SlowStore(BlobStore):
     """Takes longer for each blob than a broker may for its answer."""
 

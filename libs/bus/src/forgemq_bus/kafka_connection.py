@@ -126,15 +126,16 @@ async def bound_and_translate(connection: KafkaConnection, doing: str) -> AsyncI
 
 
 async def retry(call: Callable[[], Awaitable[T]]) -> T:
-    """Repeat a request while it fails with an error that aiokafka calls retriable.
+    """Repeat a request while it has no answer, or an error that aiokafka calls retriable.
 
-    Call it inside `bound_and_translate`, which bounds the time.
+    Call it inside `bound_and_translate`, which bounds the time: a consumer's request for positions
+    gives up after REQUEST_TIMEOUT_MS, which a broker on a busy machine may take.
     """
     while True:
         try:
             return await call()
         except kafka_errors.KafkaError as error:
-            if not error.retriable:
+            if not error.retriable and not isinstance(error, kafka_errors.KafkaTimeoutError):
                 raise
             await asyncio.sleep(RETRY_PAUSE_S)
 

@@ -168,16 +168,18 @@ class KafkaTopics:
         """Offset of the oldest record that is kept."""
         await self.check(set(places))
         consumer = await self._consumer("committed")
+        asked = [TopicPartition(*place) for place in places]
         async with bound_and_translate(self._connection, "first positions"):
-            found = await consumer.beginning_offsets([TopicPartition(*place) for place in places])
+            found = await retry(lambda: consumer.beginning_offsets(asked))
         return {Place(*partition): offset for partition, offset in found.items()}
 
     async def end(self, places: Sequence[Place], *, isolation: Isolation) -> dict[Place, int]:
         """Offset of the next record; committed: of the first open transaction, if any."""
         await self.check(set(places))
         consumer = await self._consumer(isolation)
+        asked = [TopicPartition(*place) for place in places]
         async with bound_and_translate(self._connection, "end positions"):
-            found = await consumer.end_offsets([TopicPartition(*place) for place in places])
+            found = await retry(lambda: consumer.end_offsets(asked))
         return {Place(*partition): offset for partition, offset in found.items()}
 
     async def committed(self, group: str, places: Sequence[Place]) -> dict[Place, int]:
