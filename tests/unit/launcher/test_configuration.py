@@ -88,6 +88,8 @@ def test_a_value_that_is_no_toml_is_text():
         ("queues.desk.slots=3", "queues.desk: no such element; there are shop_desk"),
         ("queues.0.domain.name=3", "queues.0.domain.name: queues.0.domain is no table"),
         ("steps", "'steps': an override is written key=value"),
+        ("queues.0.agent=my_agent", "queues.0.agent: must be module:function"),
+        ("queues.0.outcome=my rewards:outcome", "queues.0.outcome: must be module:function"),
         ("model.dtype=float16", "model.dtype: Invalid enum value 'float16'"),
     ],
 )

@@ -9,12 +9,12 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, get_args
 
 import msgspec
 
 from forgemq_contracts.environments import environment_of
-from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.run import FunctionName, RunConfiguration
 from forgemq_contracts.run_changes import check_changes
 from forgemq_contracts.run_rules import check
 
@@ -24,11 +24,12 @@ _RULE = re.compile(r"^(?P<rule>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)
 NAME_CHARACTERS_MAX = 32
 """Of a name that begins run ids, which have 40: the rest is for `-eval` and the run's number."""
 _NAME = re.compile(rf"[a-z0-9-]{{1,{NAME_CHARACTERS_MAX}}}")
-
+_NO_FUNCTION = f"Expected `str` matching regex {get_args(FunctionName)[1].pattern!r}"
+"""What msgspec says of a text that names no function."""
 
 Document: TypeAlias = dict[str, Any]
-Part = TypeVar("Part", bound=msgspec.Struct)
 """A TOML document, unchecked; `configuration` checks it against RunConfiguration."""
+Part = TypeVar("Part", bound=msgspec.Struct)
 TomlValue: TypeAlias = object
 
 
@@ -222,7 +223,8 @@ def _explained(text: str) -> str:
         return f"{_dotted(missing[2] or '$', missing[1])}: must be given"
     rule = _RULE.match(text)
     if rule and rule["path"]:
-        return f"{_dotted(rule['path'])}: {rule['rule']}"
+        said = "must be module:function" if rule["rule"] == _NO_FUNCTION else rule["rule"]
+        return f"{_dotted(rule['path'])}: {said}"
     return text
 
 
