@@ -7,6 +7,7 @@ does not decode and never reaches a reader. Each raises ValueError with the fiel
 import math
 import sys
 from array import array
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -65,6 +66,29 @@ def check_number(field: str, value: float) -> None:
     """Refuse infinities and NaN."""
     if not math.isfinite(value):
         raise ValueError(f"{field}: must be finite, got {value}")
+
+
+def check_numbers(record: msgspec.Struct) -> None:
+    """Refuse infinities and NaN anywhere in a record, by their dotted path.
+
+    JSON has neither: written there each would be `null`, which reads as no number or as none given.
+
+    Raises:
+        ValueError: names the field and the value.
+    """
+    for path, value in _floats(msgspec.to_builtins(record)):
+        check_number(path.removeprefix("."), value)
+
+
+def _floats(value: object, path: str = "") -> Iterator[tuple[str, float]]:
+    if isinstance(value, float):
+        yield path, value
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            yield from _floats(part, f"{path}.{name}")
+    elif isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            yield from _floats(part, f"{path}.{index}")
 
 
 def check_json(field: str, data: bytes) -> None:

@@ -12,7 +12,7 @@ from forgemq_contracts.lora_rules import check_lora
 from forgemq_contracts.loss import check_loss
 from forgemq_contracts.pool import Pool
 from forgemq_contracts.rank_rules import check_ranks, shard_ranks_of
-from forgemq_contracts.rules import check_tree_limit
+from forgemq_contracts.rules import check_numbers, check_tree_limit
 from forgemq_contracts.run import (
     ENGINE_QUANTIZATIONS,
     Queue,
@@ -21,6 +21,7 @@ from forgemq_contracts.run import (
     played_queues,
     window_of,
 )
+from forgemq_contracts.speculation import Speculation
 from forgemq_contracts.stage_rules import check_stages
 from forgemq_contracts.supervised_rules import check_supervised
 from forgemq_contracts.updates import are_several
@@ -32,6 +33,7 @@ def check(configuration: RunConfiguration) -> None:
     Raises:
         ValueError: Names the field and the rule.
     """
+    check_numbers(configuration)
     domains = [queue.domain for queue in configuration.queues]
     if len(set(domains)) != len(domains):
         raise ValueError(f"queues: every domain may have one queue, got {domains}")
@@ -301,6 +303,19 @@ def _check_speculation(configuration: RunConfiguration) -> None:
         )
     if speculation.is_trained:
         _check_trained_head(configuration)
+    else:
+        _check_small_model(speculation)
+
+
+def _check_small_model(speculation: Speculation) -> None:
+    plain = Speculation(model=speculation.model, steps=speculation.steps)
+    for field in Speculation.__struct_fields__:
+        given = getattr(speculation, field)
+        if given != getattr(plain, field):
+            raise ValueError(
+                f"speculation.{field} must be left out with speculation.model: a small model is "
+                f"not trained, got {given}"
+            )
 
 
 def _check_trained_head(configuration: RunConfiguration) -> None:

@@ -1,5 +1,6 @@
 """A configuration that cannot work is refused, and the message names the field."""
 
+import math
 import re
 
 import msgspec
@@ -17,7 +18,9 @@ from forgemq_contracts.run import (
     Episodes,
     Evaluation,
     Model,
+    Optimizer,
     Queue,
+    Rewards,
     RunConfiguration,
     Trainer,
 )
@@ -108,6 +111,42 @@ def test_expert_ranks_divide_the_ranks_and_are_refused_beside_adapters():
 def test_a_small_model_that_guesses_is_taken_where_a_head_could_not_be_trained():
     small = Speculation(model="m")
     check(msgspec.structs.replace(SOUND, speculation=small, trainer=Trainer(steps=1, world_size=2)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("learning_rate", 1e-2), ("loss_weight", 0.2), ("top_k", 8), ("push_every_steps", 2)],
+)
+def test_what_says_how_a_head_trains_is_refused_beside_a_small_model(field, value):
+    small = Speculation(model="m", steps=5, **{field: value})
+    rule = rf"^speculation\.{field} must be left out with speculation\.model: .* got {value}$"
+    with pytest.raises(ValueError, match=rule):
+        check(msgspec.structs.replace(SOUND, speculation=small))
+
+
+@pytest.mark.parametrize(
+    ("path", "changes"),
+    [
+        ("loss.ratio_cap", {"loss": Loss(ratio_cap=math.inf)}),
+        ("optimizer.lr", {"optimizer": Optimizer(lr=math.inf)}),
+        ("pool.fetch_tokens_per_s", {"pool": Pool(storage="file", fetch_tokens_per_s=math.inf)}),
+        ("rewards.alpha", {"rewards": Rewards(alpha=math.inf)}),
+        (
+            "queues.0.sampling.temperature",
+            {
+                "queues": (
+                    msgspec.structs.replace(
+                        SOUND.queues[0], sampling=DomainSampling(temperature=math.inf)
+                    ),
+                )
+            },
+        ),
+    ],
+)
+def test_a_number_that_json_has_not_is_refused_by_its_path(path, changes):
+    """The run's record would hold null there, which no service reads as it was meant."""
+    with pytest.raises(ValueError, match=rf"^{re.escape(path)}: must be finite, got inf$"):
+        check(msgspec.structs.replace(SOUND, **changes))
 
 
 @pytest.mark.parametrize("given", [Speculation(), Speculation(head="h", model="m")])

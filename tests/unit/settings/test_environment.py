@@ -46,6 +46,8 @@ def test_values_are_converted_to_their_types():
         ("FORGEMQ_X_PORT", "70000"),
         ("FORGEMQ_X_PORT", "http"),
         ("FORGEMQ_X_WAIT_S", "0"),
+        ("FORGEMQ_X_WAIT_S", "inf"),
+        ("FORGEMQ_X_WAIT_S", "nan"),
         ("FORGEMQ_X_IS_OPEN", "perhaps"),
         ("FORGEMQ_X_MODE", "slow"),
         ("FORGEMQ_X_HOSTS", ""),

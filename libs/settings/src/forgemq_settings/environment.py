@@ -1,5 +1,6 @@
 """Parses the settings of a process, one frozen struct, from its environment."""
 
+import math
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -37,9 +38,12 @@ def parse(kind: type[Settings], *, prefix: str, environ: Mapping[str, str]) -> S
 def _value(name: str, text: str, kind: object) -> object:
     given = [part.strip() for part in text.split(",") if part.strip()] if _is_list(kind) else text
     try:
-        return msgspec.convert(given, kind, strict=False)
+        value: object = msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
         raise SettingsError(f"{name}: {error}{_choice(kind)}") from error
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SettingsError(f"{name}: must be a finite number")
+    return value
 
 
 def _choice(kind: object) -> str:
