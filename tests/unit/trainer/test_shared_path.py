@@ -1,8 +1,21 @@
 """One process group for all lanes, of which the thread that sends may let go at any moment."""
 
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from io import StringIO
+from typing import Any
+
 import torch
 
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts.topics import OFFERED_BROADCASTS
+from forgemq_contracts.weights import ReportedEngine
+from forgemq_telemetry import Telemetry
+from forgemq_trainer.core.lanes import LiveLanes
 from forgemq_trainer.core.shared_members import GroupMember
+from forgemq_trainer.group_forming import GroupForming
+from forgemq_trainer.previous_lives import TrainerLife
 from forgemq_trainer.process_group import GroupPlace, WeightGroup
 from forgemq_trainer.shared_path import SharedPath, _Shared
 from forgemq_trainer.transfer_deadline import TransferDeadline
@@ -29,3 +42,54 @@ def test_the_last_lane_may_be_given_up_while_its_transfer_fails() -> None:
     lane.path = path
     path.give_up(lane)
     assert (group.is_given_up, path.members, path.group_name) == (True, (), "")
+
+
+class TasksWithAWatcher(asyncio.TaskGroup):
+    """Calls `look` as soon as a task ends, before those who wait for the task go on."""
+
+    look: Callable[[], None]
+
+    def create_task(self, coro: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+        task = super().create_task(coro, **options)
+        task.add_done_callback(lambda _: self.look())
+        return task
+
+
+async def test_no_group_is_being_formed_once_a_version_has_waited_for_that() -> None:
+    """Reports of lanes may begin the next group at the very moment at which one is given up: it
+    would be formed beside the version's broadcast, and take the engines from it."""
+    path = SharedPath(host="127.0.0.1", backend="gloo", deadline=DEADLINE, form_deadline_s=0.2)
+    lanes, log, events = LiveLanes(), MemoryLog(run="r"), StringIO()
+    await log.create_topics({OFFERED_BROADCASTS.name: 1})
+    lanes.observe(heartbeat(0), at_s=0.0)
+    async with TasksWithAWatcher() as tasks:
+        forming = GroupForming(
+            path,
+            lanes,
+            life=TrainerLife(
+                lineage=1, claim=await log.transaction_writer("t"), writer=await log.writer()
+            ),
+            prefix="r-1",
+            tasks=tasks,
+            telemetry=Telemetry(service="trainer", stream=events),
+        )
+        tasks.look = lambda: forming.look((1, 1), at_s=0.1)
+        tasks.look()
+        lanes.observe(heartbeat(1), at_s=0.1)
+        await forming.finish()
+        given_up = [json.loads(line)["lanes"] for line in events.getvalue().splitlines()]
+    assert given_up == [[0], [1]]
+
+
+def heartbeat(lane: int) -> ReportedEngine:
+    return ReportedEngine(
+        lane=lane,
+        epoch=1,
+        url="",
+        is_serving=True,
+        lineage=1,
+        version=1,
+        running=0,
+        queued=0,
+        reported_ms=0,
+    )

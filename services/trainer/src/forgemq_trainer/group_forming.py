@@ -59,10 +59,12 @@ class GroupForming:
         return tuple(each for each in ready if self._lanes.is_in_group(each.lane, name))
 
     async def finish(self) -> None:
-        """Wait for the forming under way; its deadline bounds the wait."""
-        if self._forming is not None:
-            await self._forming
-            self._forming = None
+        """Wait until no group is being formed; the deadlines of forming bound the wait."""
+        while (forming := self._forming) is not None:
+            await forming
+            # When one ends, `look` may have begun the next before this goes on.
+            if self._forming is forming:
+                self._forming = None
 
     def _intact(self) -> tuple[GroupMember, ...]:
         """The members of the present group; none if the engine of one is not in it any more."""
