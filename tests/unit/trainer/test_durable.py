@@ -1,6 +1,7 @@
 """Where published weights lie, and that an inference process finds them there."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -168,6 +169,27 @@ async def test_a_chain_of_deltas_makes_the_bytes_of_each_version(
             assert delta.size_bytes == store.size(delta.uri) < uploaded.size_bytes / 40
             assert 0.005 < delta.changed_share < 0.015
     assert uploads == [["1.0"], ["1.0", "1.1"], ["1.0", "1.1", "1.2"], ["1.3"], ["1.3", "1.4"]]
+
+
+@pytest.mark.parametrize("left", [b"", b"half", None])
+async def test_a_delta_of_a_damaged_copy_in_the_cache_is_applied_to_a_new_one(
+    tmp_path: Path, remote: str, left: bytes | None
+) -> None:
+    """As a machine that lost its power may leave it; the second attempt has to succeed."""
+    weights = DurableWeights(remote, run="r", drafts=tmp_path / "drafts", deltas_max=8)
+    first, second = (_version(weights, number, values) for number, values in enumerate(_steps(2)))
+    cache = tmp_path / "cache"
+    held = await DurableCopies(cache).folder(_published(first, 0)) / "model.safetensors"
+    if left is None:
+        held.unlink()
+    else:
+        held.write_bytes(left)
+    copies = DurableCopies(cache)
+    with suppress(DurableCopyError):
+        await copies.folder(_published(second, 1))
+    folder = await copies.folder(_published(second, 1))
+    whole = (second.folder / "model.safetensors").read_bytes()
+    assert (folder / "model.safetensors").read_bytes() == whole
 
 
 async def test_the_two_newest_stay_of_copies_that_were_made_of_one_another(

@@ -2,9 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import Context
 from io import StringIO
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +20,8 @@ from forgemq_trainer.previous_lives import TrainerLife
 from forgemq_trainer.process_group import GroupPlace, WeightGroup
 from forgemq_trainer.shared_path import SharedPath, _Shared
 from forgemq_trainer.transfer_deadline import TransferDeadline
+
+T = TypeVar("T")
 
 DEADLINE = TransferDeadline(1.0, 1e9)
 PLACE = GroupPlace(host="127.0.0.1", backend="gloo", device=torch.device("cpu"), deadline=DEADLINE)
@@ -49,8 +52,14 @@ class TasksWithAWatcher(asyncio.TaskGroup):
 
     look: Callable[[], None]
 
-    def create_task(self, coro: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
-        task = super().create_task(coro, **options)
+    def create_task(
+        self,
+        coro: Generator[Any, None, T] | Coroutine[Any, Any, T],
+        *,
+        name: str | None = None,
+        context: Context | None = None,
+    ) -> asyncio.Task[T]:
+        task = super().create_task(coro, name=name, context=context)
         task.add_done_callback(lambda _: self.look())
         return task
 

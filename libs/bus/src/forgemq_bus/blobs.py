@@ -59,7 +59,7 @@ class BlobStore:
         self._filesystem, root = fsspec.core.url_to_fs(uri)
         self._root = PurePosixPath(root, "values", run)
         self._is_local = "file" in self._filesystem.protocol
-        self._errors = _errors_of(self._filesystem)
+        self._errors = store_errors(self._filesystem)
         self._clock_s = clock_s or _wall_clock_s
         self.uri = uri.rstrip("/")
         self._uri = f"{self.uri}/values/{run}"
@@ -209,6 +209,18 @@ class BlobStore:
         return size_bytes
 
 
+def store_errors(filesystem: fsspec.AbstractFileSystem) -> tuple[type[Exception], ...]:
+    """What this kind of store raises if it refuses, does not answer, or breaks off an answer."""
+    if "s3" not in filesystem.protocol:
+        return (OSError,)
+    # Of s3fs's own clients, which are there if such a store is: no sign-in or no connection, and a
+    # body that ends too early.
+    from aiohttp import ClientError
+    from botocore.exceptions import BotoCoreError
+
+    return (OSError, BotoCoreError, ClientError)
+
+
 def minute_of(clock_s: float) -> str:
     """Name of the minute that this time lies in; names sort by time."""
     return time.strftime(_MINUTE, time.gmtime(clock_s))
@@ -228,16 +240,6 @@ def blob_name(reference: BlobReference) -> str:
     if not _MINUTE_NAME.fullmatch(path.parent.name) or path.name != reference.sha256:
         raise LostBlobError(f"{reference.uri} names no blob")
     return f"{path.parent.name}/{path.name}"
-
-
-def _errors_of(filesystem: fsspec.AbstractFileSystem) -> tuple[type[Exception], ...]:
-    """What this kind of store raises if it refuses, or does not answer."""
-    if "s3" not in filesystem.protocol:
-        return (OSError,)
-    # Of s3fs's own client, which is there if such a store is: no sign-in, or no connection.
-    from botocore.exceptions import BotoCoreError
-
-    return (OSError, BotoCoreError)
 
 
 def _wall_clock_s() -> float:

@@ -12,13 +12,14 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import fsspec
 
+from forgemq_bus.blobs import store_errors
 from forgemq_contracts.weight_buckets import TensorSpec, header_bytes, tensor_specs
 from forgemq_contracts.weights import PublishedHead, PublishedWeights
 from forgemq_weight_deltas import DeltaError, patch
@@ -79,12 +80,10 @@ class DurableCopies:
     def _found_folder(self, published: Published) -> Path:
         for left in self._cache.glob(f"*{_PARTIAL}"):  # By a process that was killed.
             shutil.rmtree(left, ignore_errors=True)
-        try:
+        with _translated(published.uri):
             if isinstance(published, PublishedWeights) and published.deltas:
                 return self._patched(published)
             return self._whole(published.uri, published.sha256)
-        except OSError as error:
-            raise DurableCopyError(f"{published.uri}: {error}") from error
 
     def _whole(self, uri: str, sha256: str) -> Path:
         """A folder that has all of its weights at this address."""
@@ -108,7 +107,9 @@ class DurableCopies:
         folders += [self._cache / delta.sha256 for delta in published.deltas]
 
         def make(partial: Path) -> None:
-            known = [number for number, folder in enumerate(folders) if folder.exists()]
+            # A machine that lost its power may have kept a folder and not what was in it.
+            there = [(folder / WEIGHTS_FILE).is_file() for folder in folders]
+            known = [number for number, is_there in enumerate(there) if is_there]
             first = known[-1] if known else 0
             start = folders[first] if known else self._whole(published.uri, base_sha256)
             shutil.copytree(start, partial, dirs_exist_ok=True)
@@ -179,13 +180,21 @@ async def file_sha256(path: Path) -> str | None:
         return None
 
 
-def _tensors(uri: str) -> tuple[TensorSpec, ...]:
+@contextmanager
+def _translated(uri: str, *more: type[Exception]) -> Iterator[None]:
+    """Raise DurableCopyError for what the store at this address raises, and for `more`."""
+    errors = store_errors(fsspec.core.url_to_fs(uri)[0])
     try:
-        with fsspec.open(f"{uri.rstrip('/')}/{WEIGHTS_FILE}", "rb") as file:
-            start = file.read(_HEADER_START_BYTES)
-            return tensor_specs(start + file.read(header_bytes(start) - len(start)))
-    except (OSError, ValueError) as error:
+        yield
+    except (*errors, *more) as error:
         raise DurableCopyError(f"{uri}: {error}") from error
+
+
+def _tensors(uri: str) -> tuple[TensorSpec, ...]:
+    path = f"{uri.rstrip('/')}/{WEIGHTS_FILE}"
+    with _translated(uri, ValueError), fsspec.open(path, "rb") as file:
+        start = file.read(_HEADER_START_BYTES)
+        return tensor_specs(start + file.read(header_bytes(start) - len(start)))
 
 
 def _tensors_file(folder: Path) -> Path:
