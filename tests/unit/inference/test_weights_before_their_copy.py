@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgemq_bus.memory import MemoryLog
+from forgemq_contracts.topics import REPORTED_ENGINES, decode
 from forgemq_contracts.weights import PublishedWeights, Rendezvous
 from forgemq_inference.core.weights import (
     BASE,
@@ -232,3 +233,26 @@ async def test_an_engine_that_joins_between_a_version_and_its_copy_serves_the_on
             await scene.publish(newer, version=5)
             _, loaded = await scene.loaded(count=2)
     assert (loaded.version, loaded.path) == (5, "durable")
+
+
+async def test_an_engine_that_starts_again_before_the_copy_is_there_serves_nothing_older(
+    base: Path, trained: Path
+) -> None:
+    """Its lane has named the version: under the same epoch all readers count on it (staleness)."""
+    engine = StandInEngine(Speed(pretends_groups=True))
+    async with serving_scene(base, engine) as (scene, _):
+        await scene.publish(base, version=1)
+        await scene.loaded(count=2)
+        async with rendezvous() as offer:
+            await scene.publish(trained, version=2, fast_paths=(offer,), durable_before=base)
+            await scene.loaded(count=3)
+        engine.weight_version = BASE.name
+        async with asyncio.timeout(20.0):
+            await scene.until_event("waits_for_copy")
+        await scene.publish(trained, version=2, fast_paths=(offer,))
+        await scene.report(is_serving=True)
+        records = await scene.read(REPORTED_ENGINES.name, 0)
+    reports = [decode(REPORTED_ENGINES, each.value) for each in records]
+    served = [each.version for each in reports if each.is_serving]
+    assert served == sorted(served)
+    assert (served[0], served[-1], engine.weight_version) == (0, 2, "1.2")

@@ -157,8 +157,7 @@ class Attachment:
         if self._configuration.speculation is not None and server.speculative_algorithm is None:
             # The run goes on as well without: only no token is guessed.
             self._telemetry.event("engine_does_not_speculate", url=self._engine.url)
-        while await self._load_next() is not None:
-            pass
+        await self._load_newest()
         if self._weights.served.is_dirty:
             raise EngineRefusedError("an update of the engine broke off and nothing is published")
         await self._engine.resume(timeout_s=_RESUME_TIMEOUT_S)
@@ -172,6 +171,17 @@ class Attachment:
                 paused_s=self._pauses.total_s - paused_s,
             )
         )
+
+    async def _load_newest(self) -> None:
+        """Load what is published; wait for the copy of weights that the lane served before."""
+        while True:
+            while await self._load_next() is not None:
+                pass
+            if not self._weights.has_gone_back:
+                return
+            self._telemetry.event("waits_for_copy", url=self._engine.url)
+            self._published.clear()
+            await self._published.wait()
 
     async def _tidy_engine(self) -> None:
         """End what an earlier process left running, and learn which weights the engine holds."""

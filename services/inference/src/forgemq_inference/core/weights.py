@@ -129,6 +129,7 @@ class WeightsState:
         self._shared_group = ""
         self._offered: Join | None = None
         self.served = served
+        self._highest = served.weights
 
     def observe(self, published: PublishedWeights) -> bool:
         """Note a publication; True if it is the newest so far, or the newest one's durable copy."""
@@ -188,6 +189,15 @@ class WeightsState:
         """The newest durable weights that are published, which the engine may hold already."""
         return self._durable
 
+    @property
+    def has_gone_back(self) -> bool:
+        """Whether the engine holds older weights than it has held under this epoch.
+
+        So it is if it starts again before the copy is there of weights that it was sent: under one
+        epoch every reader of heartbeats counts on the newest weights that the lane has named.
+        """
+        return self.served.weights < self._highest
+
     def next_load(self) -> Load | None:
         """What to load next; None if the engine holds the newest weights that it can load."""
         newest = self._newest
@@ -239,6 +249,7 @@ class WeightsState:
     def note_loaded(self, published: PublishedWeights) -> None:
         """Note that the engine holds these weights completely."""
         self.served = Served(weights=_key(published), sha256=published.sha256)
+        self._highest = max(self._highest, self.served.weights)
 
     def note_failed(self, published: PublishedWeights) -> None:
         """Note that these weights did not come on their fast path, which is not tried again."""
@@ -251,6 +262,7 @@ class WeightsState:
     def note_restarted(self, served: Served) -> None:
         """Note a new engine process: it holds these weights and is in no process group."""
         self.served = served
+        self._highest = max(self._highest, served.weights)
         self._held_head_sha256 = None
         self._offered = None
         self._groups.clear()
