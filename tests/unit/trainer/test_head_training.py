@@ -74,6 +74,22 @@ def test_a_head_learns_and_the_policy_trains_to_the_same_bytes_as_without(tmp_pa
     assert min(each.draft_grad_norm for each in metrics) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", [(2.0**-12, 2.0**-11), (2.0**11, 2.0**12)])
+def test_the_loss_weight_alone_moves_no_head(tmp_path: Path, weights: tuple[float, float]) -> None:
+    """If no gradient of a head is clipped, or every one: AdamW's steps have no scale."""
+    heads, norms = [], []
+    for weight in weights:
+        configuration = _configuration(tmp_path)
+        weighted = msgspec.structs.replace(configuration.speculation, loss_weight=weight)
+        training = _training(msgspec.structs.replace(configuration, speculation=weighted))
+        norms += [_train(training, step).draft_grad_norm for step in range(2)]
+        heads.append(_head(training))
+    assert max(norms) < 1.0 or min(norms) > 1.0, "grad_norm_max"
+    for name, expected in heads[0].items():
+        torch.testing.assert_close(heads[1][name], expected, rtol=0, atol=1e-6)
+
+
 def test_record_and_checkpoint_of_a_step_without_a_head_do_not_mention_one(tmp_path: Path) -> None:
     configuration = _configuration(tmp_path, is_guessing=False)
     training = _training(configuration)
