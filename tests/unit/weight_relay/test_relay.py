@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -249,3 +251,30 @@ def test_a_newer_version_replaces_the_older_and_an_older_one_is_refused(
     # The newest whole copy, and the one before it until the next begins.
     assert len(list((tmp_path / "lane-0").iterdir())) <= 2
     assert "came already" in send(source, message).left_out[0]
+
+
+@pytest.mark.slow
+def test_nobody_waits_while_an_older_version_is_removed(
+    source: StagedCopy, lanes: Lanes, tmp_path: Path
+) -> None:
+    """As the removal of a large model's file takes seconds, so does that of many small ones. The
+    process that notes a newer version has heartbeats to write meanwhile."""
+    receiver, waits_s = lanes.add(), []
+    for name in ("lane-0/1.5-9", "other"):
+        (tmp_path / name).mkdir()
+        for number in range(30_000):
+            (tmp_path / name / str(number)).touch()
+    started_s = time.monotonic()
+    shutil.rmtree(tmp_path / "other")
+    removal_s = time.monotonic() - started_s
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        sending = pool.submit(send, source, greeting(source, receiver.address))
+        while not sending.done():
+            started_s = time.monotonic()
+            receiver.pass_over(WeightsKey(1, 6))
+            waits_s.append(time.monotonic() - started_s)
+            time.sleep(0.002)
+    assert sending.result().lane == 0
+    assert_same(receiver.wait(KEY, timeout_s=20), source)
+    assert not (tmp_path / "lane-0/1.5-9").exists()
+    assert max(waits_s) < removal_s / 3
