@@ -1,6 +1,7 @@
 """Two servers as one engine: in which order they are asked, and what a failure of one means."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -189,6 +190,21 @@ async def test_a_request_that_waits_for_a_pause_keeps_its_deadline() -> None:
         await given.pair.pause(timeout_s=5)
         with pytest.raises(EngineError, match="paused for more than 0 s"):
             await given.pair.generate(BODY, timeout_s=0.1)
+
+
+@pytest.mark.slow
+async def test_a_deadline_that_passes_while_a_pause_ends_is_no_endless_one() -> None:
+    """On a busy loop the end of the pause and the deadline are seen at the same moment."""
+    async with scene() as given:
+        await given.pair.pause(timeout_s=5)
+        given.prefill.may_answer.clear()
+        given.decode.may_answer.clear()
+        asked = asyncio.create_task(given.pair.generate(BODY, timeout_s=1.0))
+        await asyncio.sleep(0)
+        await given.pair.resume(timeout_s=5)
+        time.sleep(1.1)  # noqa: ASYNC251 - the loop is busy until after the deadline
+        with pytest.raises(EngineError):
+            await asyncio.wait_for(asked, 10)
 
 
 async def test_weights_that_differ_are_broken() -> None:

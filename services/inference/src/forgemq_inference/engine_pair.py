@@ -71,23 +71,32 @@ class EnginePair:
         self, body: Mapping[str, Any], *, timeout_s: float, listener: Listener | None = None
     ) -> EngineAnswer:
         """Generate one completion; as `Engine.generate`, and waits while new weights come."""
-        deadline_s = time.monotonic() + timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._may_read.wait()
-        except TimeoutError as error:
-            raise EngineUnreachableError(f"paused for more than {timeout_s:.0f} s") from error
+        left_s = await self._wait_to_read(timeout_s)
         rid = str(body["rid"])
         both = {**body, **self._bootstrap, "bootstrap_room": room_of(rid)}
         try:
-            return await self._generate(
-                both, timeout_s=deadline_s - time.monotonic(), listener=listener
-            )
+            return await self._generate(both, timeout_s=left_s, listener=listener)
         except EngineError:
             # The other engine may still work on it, and waits for K/V that does not come.
             with suppress(EngineError):
                 await self.abort(rid)
             raise
+
+    async def _wait_to_read(self, timeout_s: float) -> float:
+        """Wait until new weights are there; returns the seconds that are left, above 0.
+
+        Raises:
+            EngineUnreachableError: none are.
+        """
+        deadline_s, left_s = time.monotonic() + timeout_s, 0.0
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._may_read.wait()
+            left_s = deadline_s - time.monotonic()
+        # aiohttp takes 0, and less, for no deadline at all.
+        if left_s <= 0:
+            raise EngineUnreachableError(f"paused for more than {timeout_s:.0f} s")
+        return left_s
 
     async def _generate(
         self, body: dict[str, Any], *, timeout_s: float, listener: Listener | None
