@@ -139,7 +139,8 @@ def test_only_the_newest_offer_to_this_lane_and_epoch_is_taken_and_once() -> Non
 def test_a_group_of_several_lanes_is_left_with_the_engine_that_was_in_it() -> None:
     state = WeightsState(lane=0, epoch=1, served=Served(weights=BASE))
     state.note_joined("own")
-    assert state.note_shared("all") == ("own",)
+    state.note_shared("all")
+    assert state.groups_besides("all") == ("own",)
     assert state.shared_group == "all"
     state.note_left("all")
     assert state.shared_group == ""

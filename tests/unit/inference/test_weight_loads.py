@@ -147,6 +147,22 @@ async def test_a_joined_group_is_used_again_and_an_unknown_one_is_not(
     assert [record.path for record in loaded] == ["start", "fast", "fast", "durable"]
 
 
+async def test_an_engine_leaves_the_group_of_a_trainer_that_offers_another(
+    base: Path, trained: Path
+) -> None:
+    """As a trainer that starts again does: the engine keeps each group until it is told to leave,
+    and a group of NCCL takes memory of its GPU."""
+    engine = StandInEngine(Speed(pretends_groups=True))
+    async with serving_scene(base, engine) as scene:
+        for version, name in enumerate(("first", "second", "third"), start=1):
+            async with rendezvous(group_name=name) as offer:
+                sha256 = f"{version:064}"
+                await scene.publish(trained, version=version, fast_paths=(offer,), sha256=sha256)
+                loaded = await scene.loaded(count=1 + version)
+        assert engine.groups == {"third"}
+    assert [record.path for record in loaded] == ["start", "fast", "fast", "fast"]
+
+
 async def test_a_refused_process_group_falls_back_to_the_durable_copy(
     base: Path, trained: Path
 ) -> None:

@@ -156,8 +156,8 @@ class WeightLoader:
         except EngineRefusedError as error:
             self._telemetry.event("group_not_joined", group=name, error=str(error))
             return
-        for other in self._state.note_shared(name):
-            await self._leave(other)
+        self._state.note_shared(name)
+        await self._leave_others(name)
         took_s = round(time.monotonic() - started_s, 3)
         self._telemetry.event("group_joined", group=name, took_s=took_s)
 
@@ -253,6 +253,7 @@ class WeightLoader:
             loaded, path = await self._fall_back(published), _DURABLE
             await self._confirm(loaded, published, leave_out, wrong=wrong)
         await self._resume(timeout_s=_PAUSE_TIMEOUT_S)
+        await self._leave_others(rendezvous.group_name)
         return _Loaded(published=loaded, path=path, paused_s=self._pauses.total_s - paused_s)
 
     async def _pause(self, *, timeout_s: float) -> None:
@@ -344,6 +345,11 @@ class WeightLoader:
         except EngineRefusedError as error:
             self._telemetry.event("nothing_to_drop", group=group_name, answer=str(error))
         await self._leave(group_name)
+
+    async def _leave_others(self, group_name: str) -> None:
+        """Leave the groups of an earlier trainer, or of one that has given the lane up."""
+        for other in self._state.groups_besides(group_name):
+            await self._leave(other)
 
     async def _leave(self, group_name: str) -> None:
         self._state.note_left(group_name)

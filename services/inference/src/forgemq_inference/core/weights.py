@@ -168,12 +168,14 @@ class WeightsState:
         """The group of several lanes that the engine is in; "" if it is in none."""
         return self._shared_group if self._shared_group in self._groups else ""
 
-    def note_shared(self, group_name: str) -> tuple[str, ...]:
-        """Note that the engine is in this group of several lanes; the groups to leave for it."""
-        others = tuple(sorted(self._groups - {group_name}))
+    def note_shared(self, group_name: str) -> None:
+        """Note that the engine is in this group of several lanes."""
         self._groups.add(group_name)
         self._shared_group = group_name
-        return others
+
+    def groups_besides(self, group_name: str) -> tuple[str, ...]:
+        """Which other groups the engine is in; nobody sends through them once it is in this one."""
+        return tuple(sorted(self._groups - {group_name}))
 
     @property
     def newest(self) -> PublishedWeights | None:
