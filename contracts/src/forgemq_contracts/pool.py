@@ -49,8 +49,8 @@ class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
             int,
             Meta(
                 ge=1,
-                description="Memory of each engine between its own cache and the pool; None: twice "
-                "its own cache.",
+                description="Host memory for each GPU of an engine between its own cache and the "
+                "pool, or of an engine on a CPU; None: at most twice its own cache.",
             ),
         ]
         | None

@@ -24,7 +24,7 @@ from forgemq_launcher.plan.engine_memory import (
 )
 from forgemq_launcher.plan.episode_records import PlannedQueue
 from forgemq_launcher.plan.episodes import EpisodeShape, largest_group
-from forgemq_launcher.plan.findings import reasons
+from forgemq_launcher.plan.findings import notes, reasons
 from forgemq_launcher.plan.group_trees import largest_tree, usual_tree
 from forgemq_launcher.plan.log_bytes import step_bytes
 from forgemq_launcher.plan.machines import GPUS, Machines
@@ -246,6 +246,34 @@ def test_of_a_run_with_adapters_they_alone_have_a_state_beside_the_frozen_model(
     assert engine.weight_bytes == 2 * (681_024 + (0 if published else 2 * adapters))
     assert plan.seconds is not None
     assert plan.seconds.update_s == pytest.approx(2 * 16 * adapters / (0.7 * 3.35e12))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("speculation.model=m", "what guesses tokens ahead ([speculation]) is not counted"),
+        ('pool.storage="file"', "the pool ([pool]) is not counted: it takes host memory"),
+        (
+            'lanes=[{flags=["--mem-fraction-static", "0.5"]}]',
+            "lanes.flags are not read: one may change what an engine keeps free",
+        ),
+    ],
+)
+def test_a_plan_says_what_of_the_run_it_has_not_counted(override: str, said: str):
+    plain, asked = (
+        PlannedRun(
+            configuration=configuration(
+                document((DEMO / "run.toml").read_text(), overrides=overrides), run="r", folder=ROOT
+            ),
+            config=(DEMO / "model" / "config.json").read_bytes(),
+            machines=TWO_H100,
+            is_budget_named=False,
+        )
+        for overrides in ((), (override,))
+    )
+    plan = plan_of(plain, answer)
+    assert [note for note in notes(plain, plan) if note.startswith(said)] == []
+    assert len([note for note in notes(asked, plan) if note.startswith(said)]) == 1
 
 
 def test_a_target_that_the_planned_model_lacks_is_refused_by_name():

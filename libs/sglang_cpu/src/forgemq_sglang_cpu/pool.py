@@ -34,7 +34,8 @@ class EnginePool(Struct, frozen=True, kw_only=True):
         folder_gb_max: Above it the engine deletes what was not used for longest; None: no limit.
         extra_config: SGLang's configuration of another backend: a JSON object, or `@` and a file.
         page_tokens: Tokens that are stored, found and fetched together.
-        host_gb: Memory of the tier between engine and pool; None: twice the engine's own cache.
+        host_gb: Of each process of the engine, for the tier between it and the pool; None: at most
+            twice its own cache.
         prefetch: How long a request waits for what the pool has of its context.
     """
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import msgspec
 
 from forgemq_contracts.lane_engines import shapes_of
+from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.core.engine_families import FamilyConfig, check_family, check_format
 from forgemq_launcher.core.engine_spread import ModelSizes, check_spread
 from forgemq_launcher.placement import gpus_of_engines
@@ -182,8 +183,7 @@ def _notes(run: PlannedRun, plan: RunPlan) -> Iterator[str]:
     limit = configuration.trainer.tree_tokens_max
     if limit is None and ranks > 1:
         yield "trainer.tree_tokens_max is not given: forks can make groups larger than planned"
-    if configuration.speculation is not None:
-        yield "what guesses tokens ahead ([speculation]) is not counted"
+    yield from _not_counted(configuration)
     if plan.seconds is not None:
         asked = configuration.episodes.concurrent_max // configuration.log.lanes
         if plan.seconds.decode_batch < asked:
@@ -191,6 +191,18 @@ def _notes(run: PlannedRun, plan: RunPlan) -> Iterator[str]:
                 f"episodes.concurrent_max asks for {asked} episodes of each lane, and the K/V of "
                 f"{plan.seconds.decode_batch} fit"
             )
+
+
+def _not_counted(configuration: RunConfiguration) -> Iterator[str]:
+    if configuration.speculation is not None:
+        yield "what guesses tokens ahead ([speculation]) is not counted"
+    if configuration.pool is not None:
+        yield (
+            "the pool ([pool]) is not counted: it takes host memory beside each engine, by default "
+            "up to twice the engine's K/V, and room where it is stored"
+        )
+    if any(shape.flags for lane in configuration.lanes for shape in shapes_of(lane)):
+        yield "lanes.flags are not read: one may change what an engine keeps free"
 
 
 def size(size_bytes: int) -> str:
