@@ -150,7 +150,7 @@ async def test_a_joined_group_is_used_again_and_an_unknown_one_is_not(
 async def test_an_engine_leaves_the_group_of_a_trainer_that_offers_another(
     base: Path, trained: Path
 ) -> None:
-    """As a trainer that starts again does: the engine keeps each group until it is told to leave,
+    """As a trainer that starts again does. The engine keeps a group until it is asked to leave it,
     and a group of NCCL takes memory of its GPU."""
     engine = StandInEngine(Speed(pretends_groups=True))
     async with serving_scene(base, engine) as scene:
