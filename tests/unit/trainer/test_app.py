@@ -19,7 +19,7 @@ from forgemq_bus.partitions import dead_letters_of
 from forgemq_contracts import topics
 from forgemq_contracts.steps import ScheduledStep
 from forgemq_contracts.trees import MergedTree
-from forgemq_contracts.weights import PublishedWeights
+from forgemq_contracts.weights import PublishedWeights, RelayedLane, ReportedEngine
 from forgemq_telemetry.telemetry import Telemetry
 from forgemq_trainer.previous_lives import FencedTrainerError, LostCheckpointError
 from tests.unit.trainer.bench import memory_bench
@@ -64,6 +64,33 @@ async def test_a_run_publishes_the_base_then_one_version_for_each_step(tmp_path:
         assert hashlib.sha256(data).hexdigest() == weights.sha256
         assert len(data) == weights.size_bytes
     assert len({weights.sha256 for weights in published}) == 3
+
+
+async def test_the_first_version_is_offered_to_a_lane_heard_of_before_the_trainer_began(
+    tmp_path: Path,
+) -> None:
+    environ = {"FORGEMQ_TRAINER_FAST_PATH": "relay"}
+    bench = replace(await memory_bench(tmp_path), environ=environ)
+    report = ReportedEngine(
+        lane=0,
+        epoch=1,
+        url="http://127.0.0.1:1",
+        is_serving=True,
+        lineage=0,
+        version=0,
+        running=0,
+        queued=0,
+        reported_ms=0,
+        weights_address="127.0.0.1:1",
+    )
+    await bench.write(topics.REPORTED_ENGINES, report)
+    trees = _trees(2)
+    await bench.put_trees(trees)
+    await bench.put_steps([scheduled_step(0, trees)])
+    await bench.train(until=0)
+    offers = [(each.version, each.relayed_to) for each in await bench.published()]
+    lanes = (RelayedLane(lane=0, epoch=1),)
+    assert offers == [(0, ()), (1, lanes)]
 
 
 async def test_metrics_are_numbers_of_the_step_that_was_trained(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 """Follows what lanes report, for the publisher, and watches for a newer trainer."""
 
 import asyncio
+from collections.abc import Sequence
 
 import msgspec
 
 from forgemq_bus.decoding import decoded_record
-from forgemq_bus.log import Place
+from forgemq_bus.log import Log, Place
 from forgemq_contracts.run import lanes_limit
 from forgemq_contracts.topics import LOADED_WEIGHTS, PUBLISHED_WEIGHTS, REPORTED_ENGINES
 from forgemq_contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
@@ -32,7 +33,7 @@ async def watch_lanes(context: Context, publisher: Publisher, *, lineage: int) -
     lanes = range(lanes_limit(context.configuration.log))
     places = [Place(PUBLISHED_WEIGHTS.name, 0)]
     places += [Place(topic.name, n) for topic in (REPORTED_ENGINES, LOADED_WEIGHTS) for n in lanes]
-    reader = await context.log.reader(await context.log.end_positions(places))
+    reader = await context.log.reader(await _last_reports(context.log, places))
     dead_letters = DeadLetters(context.log, await context.log.writer(), service="trainer")
     clock = asyncio.get_running_loop()
     try:
@@ -57,3 +58,16 @@ async def watch_lanes(context: Context, publisher: Publisher, *, lineage: int) -
     finally:
         context.loop_watch.end("lanes")
         await reader.close()
+
+
+async def _last_reports(log: Log, places: Sequence[Place]) -> dict[Place, int]:
+    """Where to begin: at each lane's last heartbeat, and at the end of all else.
+
+    A small model is loaded, and its first steps are trained, before the next heartbeats: the lanes
+    that live would be offered none of these versions. One that does not live lapses as always.
+    """
+    positions = await log.end_positions(places)
+    reports = [place for place in places if place.topic == REPORTED_ENGINES.name]
+    for place, first in (await log.first_positions(reports)).items():
+        positions[place] = max(first, positions[place] - 1)
+    return positions
