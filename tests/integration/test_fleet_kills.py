@@ -94,7 +94,7 @@ def test_lanes_that_serve_weights_of_a_trainer_that_died_before_its_checkpoint_g
             (1, 0, "start"),
             (1, 1, "fast"),
             (1, 2, "fast"),
-            (2, 1, "durable"),
+            (2, 1, "fast"),
             (2, 2, "fast"),
             (2, 3, "fast"),
         ]
