@@ -34,15 +34,7 @@ class _PeftSettings(AdapterSettings, frozen=True, kw_only=True):
     fan_in_fan_out: object = None
 
 
-_OFF = (
-    "use_rslora",
-    "use_dora",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "layer_replication",
-    "fan_in_fan_out",
-)
+_OFF = set(_PeftSettings.__struct_fields__) - set(AdapterSettings.__struct_fields__)
 
 
 def merge_adapter(adapter: Path, folder: Path) -> int:
@@ -98,7 +90,7 @@ def _read(adapter: Path) -> tuple[AdapterSettings, dict[str, Tensor]]:
         factors = read_adapter(adapter)
     except (OSError, msgspec.MsgspecError, SafetensorError) as error:
         raise MergeError(f"{adapter} has no adapter: {error}") from error
-    used = [name for name in _OFF if getattr(settings, name)]
+    used = [name for name in sorted(_OFF) if getattr(settings, name)]
     if settings.r < 1 or settings.bias != "none":
         used.append("r" if settings.r < 1 else "bias")
     if used:
