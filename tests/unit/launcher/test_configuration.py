@@ -90,7 +90,15 @@ def test_a_value_that_is_no_toml_is_text():
         ("steps", "'steps': an override is written key=value"),
         ("queues.0.agent=my_agent", "queues.0.agent: must be module:function"),
         ("queues.0.outcome=my rewards:outcome", "queues.0.outcome: must be module:function"),
-        ("model.dtype=float16", "model.dtype: Invalid enum value 'float16'"),
+        (
+            "model.dtype=float16",
+            "model.dtype: Invalid enum value 'float16'; must be one of bfloat16, float32",
+        ),
+        (
+            "queues.0.rewards.truncated=no",
+            "queues.0.rewards.truncated: Invalid enum value 'no'; "
+            "must be one of grade, mask, no_loss, zero",
+        ),
     ],
 )
 def test_a_wrong_override_is_refused_by_the_name_of_its_key(override, expected):

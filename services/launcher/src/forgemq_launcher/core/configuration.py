@@ -12,6 +12,7 @@ from pathlib import PurePath
 from typing import Any, TypeAlias, TypeVar, get_args
 
 import msgspec
+from msgspec import inspect
 
 from forgemq_contracts.environments import environment_of
 from forgemq_contracts.run import FunctionName, RunConfiguration
@@ -223,14 +224,44 @@ def _explained(text: str) -> str:
         return f"{_dotted(missing[2] or '$', missing[1])}: must be given"
     rule = _RULE.match(text)
     if rule and rule["path"]:
+        key = _dotted(rule["path"])
         said = "must be module:function" if rule["rule"] == _NO_FUNCTION else rule["rule"]
-        return f"{_dotted(rule['path'])}: {said}"
+        words = _words_of(key) if said.startswith("Invalid enum value") else ()
+        return f"{key}: {said}" + (f"; must be one of {', '.join(words)}" if words else "")
     return text
 
 
 def _dotted(path: str, *fields: str) -> str:
     parts = re.sub(r"\[(\d+|\.\.\.)\]", r".\1", path).removeprefix("$").strip(".")
     return ".".join(part for part in (parts, *fields) if part)
+
+
+def _words_of(key: str) -> tuple[str, ...]:
+    """The fixed words that a key may have; () if it may have others."""
+    kinds = _plain(inspect.type_info(RunConfiguration))
+    for part in key.split("."):
+        kinds = [each for kind in kinds for each in _inside(kind, part)]
+    literals = [kind for kind in kinds if isinstance(kind, inspect.LiteralType)]
+    return tuple(str(word) for kind in literals for word in kind.values)
+
+
+def _inside(kind: inspect.Type, part: str) -> list[inspect.Type]:
+    """What the field, or the element, of this name may be."""
+    if isinstance(kind, inspect.StructType):
+        fields = [each.type for each in kind.fields if each.encode_name == part]
+        return [each for field in fields for each in _plain(field)]
+    if isinstance(kind, inspect.VarTupleType | inspect.ListType):
+        return _plain(kind.item_type)
+    return []
+
+
+def _plain(kind: inspect.Type) -> list[inspect.Type]:
+    """The types that it may be, without bounds."""
+    if isinstance(kind, inspect.Metadata):
+        return _plain(kind.type)
+    if isinstance(kind, inspect.UnionType):
+        return [each for option in kind.types for each in _plain(option)]
+    return [kind]
 
 
 def _known_fields() -> list[str]:
