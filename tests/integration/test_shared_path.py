@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from forgemq_bus.memory import MemoryLog
-from forgemq_contracts.weights import OfferedBroadcast, ReportedEngine
+from forgemq_contracts.weights import OfferedBroadcast
 from forgemq_telemetry import Telemetry
 from forgemq_trainer.core.lanes import LiveLanes
 from forgemq_trainer.core.shared_members import GroupMember
@@ -22,6 +22,7 @@ from forgemq_trainer.group_forming import GroupForming
 from forgemq_trainer.previous_lives import TrainerLife
 from forgemq_trainer.shared_path import SharedPath
 from forgemq_trainer.transfer_deadline import TransferDeadline
+from loadtests.stand_in_lane import heartbeat
 from tests.integration.test_trainer_fast_path import start_peer, weights_file
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -127,7 +128,7 @@ async def test_a_group_is_offered_to_nobody_once_an_engine_has_left_it(
     assert shared.form(has_joined=says_all) == ()
     lanes, log, weights = LiveLanes(), MemoryLog(run="r"), (1, 1)
     for lane in (0, 1):
-        lanes.observe(heartbeat(lane, group=offered.group_name), at_s=0.0)
+        lanes.observe(heartbeat(lane=lane, version=1, process_group=offered.group_name), at_s=0.0)
     async with asyncio.TaskGroup() as tasks:
         forming = GroupForming(
             shared,
@@ -141,26 +142,11 @@ async def test_a_group_is_offered_to_nobody_once_an_engine_has_left_it(
         )
         present = forming.in_group(weights, at_s=0.0)
         assert len(shared.offer({each.lane: each.epoch for each in present}, prefix="r-1")) == 2
-        lanes.observe(heartbeat(1, group=""), at_s=0.1)
+        lanes.observe(heartbeat(lane=1, version=1), at_s=0.1)
         present = forming.in_group(weights, at_s=0.1)
         assert [each.lane for each in present] == [0]
         assert [each.lane for each in lanes.at(weights, at_s=0.1)] == [0, 1]
         assert shared.offer({each.lane: each.epoch for each in present}, prefix="r-1") == ()
-
-
-def heartbeat(lane: int, *, group: str) -> ReportedEngine:
-    return ReportedEngine(
-        lane=lane,
-        epoch=1,
-        url="",
-        is_serving=True,
-        lineage=1,
-        version=1,
-        running=0,
-        queued=0,
-        reported_ms=0,
-        process_group=group,
-    )
 
 
 def test_an_engine_that_does_not_join_is_named_and_the_others_are_let_go(

@@ -19,9 +19,10 @@ from forgemq_bus.partitions import dead_letters_of
 from forgemq_contracts import topics
 from forgemq_contracts.steps import ScheduledStep
 from forgemq_contracts.trees import MergedTree
-from forgemq_contracts.weights import PublishedWeights, RelayedLane, ReportedEngine
+from forgemq_contracts.weights import PublishedWeights, RelayedLane
 from forgemq_telemetry.telemetry import Telemetry
 from forgemq_trainer.previous_lives import FencedTrainerError, LostCheckpointError
+from loadtests.stand_in_lane import heartbeat
 from tests.unit.trainer.bench import memory_bench
 from tests.unit.trainer.scene import (
     agent_samples,
@@ -71,19 +72,7 @@ async def test_the_first_version_is_offered_to_a_lane_heard_of_before_the_traine
 ) -> None:
     environ = {"FORGEMQ_TRAINER_FAST_PATH": "relay"}
     bench = replace(await memory_bench(tmp_path), environ=environ)
-    report = ReportedEngine(
-        lane=0,
-        epoch=1,
-        url="http://127.0.0.1:1",
-        is_serving=True,
-        lineage=0,
-        version=0,
-        running=0,
-        queued=0,
-        reported_ms=0,
-        weights_address="127.0.0.1:1",
-    )
-    await bench.write(topics.REPORTED_ENGINES, report)
+    await bench.write(topics.REPORTED_ENGINES, heartbeat(weights_address="127.0.0.1:1"))
     trees = _trees(2)
     await bench.put_trees(trees)
     await bench.put_steps([scheduled_step(0, trees)])

@@ -11,7 +11,6 @@ import torch
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.topics import OFFERED_BROADCASTS
-from forgemq_contracts.weights import ReportedEngine
 from forgemq_telemetry import Telemetry
 from forgemq_trainer.core.lanes import LiveLanes
 from forgemq_trainer.core.shared_members import GroupMember
@@ -20,6 +19,7 @@ from forgemq_trainer.previous_lives import TrainerLife
 from forgemq_trainer.process_group import GroupPlace, WeightGroup
 from forgemq_trainer.shared_path import SharedPath, _Shared
 from forgemq_trainer.transfer_deadline import TransferDeadline
+from loadtests.stand_in_lane import heartbeat
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ async def test_no_group_is_being_formed_once_a_version_has_waited_for_that() -> 
     path = SharedPath(host="127.0.0.1", backend="gloo", deadline=DEADLINE, form_deadline_s=0.2)
     lanes, log, events = LiveLanes(), MemoryLog(run="r"), StringIO()
     await log.create_topics({OFFERED_BROADCASTS.name: 1})
-    lanes.observe(heartbeat(0), at_s=0.0)
+    lanes.observe(heartbeat(lane=0, version=1), at_s=0.0)
     async with TasksWithAWatcher() as tasks:
         forming = GroupForming(
             path,
@@ -84,21 +84,7 @@ async def test_no_group_is_being_formed_once_a_version_has_waited_for_that() -> 
         )
         tasks.look = lambda: forming.look((1, 1), at_s=0.1)
         tasks.look()
-        lanes.observe(heartbeat(1), at_s=0.1)
+        lanes.observe(heartbeat(lane=1, version=1), at_s=0.1)
         await forming.finish()
         given_up = [json.loads(line)["lanes"] for line in events.getvalue().splitlines()]
     assert given_up == [[0], [1]]
-
-
-def heartbeat(lane: int) -> ReportedEngine:
-    return ReportedEngine(
-        lane=lane,
-        epoch=1,
-        url="",
-        is_serving=True,
-        lineage=1,
-        version=1,
-        running=0,
-        queued=0,
-        reported_ms=0,
-    )

@@ -7,6 +7,8 @@ from typing import TypeVar
 import msgspec
 import msgspec.inspect
 
+from forgemq_settings.fixed_words import alternatives, fixed_words
+
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 
 
@@ -48,19 +50,10 @@ def _value(name: str, text: str, kind: object) -> object:
 
 def _choice(kind: object) -> str:
     """What the error of a setting with a few fixed values leaves out."""
-    described = _described(kind)
-    if not isinstance(described, msgspec.inspect.LiteralType):
-        return ""
-    return f"; must be one of {', '.join(map(str, described.values))}"
+    words = fixed_words(msgspec.inspect.type_info(kind))
+    return f"; must be one of {', '.join(words)}" if words else ""
 
 
 def _is_list(kind: object) -> bool:
     of_many = msgspec.inspect.CollectionType | msgspec.inspect.TupleType
-    return isinstance(_described(kind), of_many)
-
-
-def _described(kind: object) -> msgspec.inspect.Type:
-    described = msgspec.inspect.type_info(kind)
-    while isinstance(described, msgspec.inspect.Metadata):
-        described = described.type
-    return described
+    return any(isinstance(each, of_many) for each in alternatives(msgspec.inspect.type_info(kind)))

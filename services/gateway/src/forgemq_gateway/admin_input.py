@@ -10,6 +10,7 @@ from msgspec import Struct, inspect
 from forgemq_contracts.admin import BODY_BYTES_MAX
 from forgemq_gateway.core.errors import RefusedError, field_of, invalid
 from forgemq_gateway.wire import read_body
+from forgemq_settings.fixed_words import fixed_words
 
 Input = TypeVar("Input", bound=Struct)
 
@@ -55,15 +56,7 @@ def _refused(error: msgspec.ValidationError, kind: type[Struct]) -> RefusedError
         word
         for field in msgspec.structs.fields(kind)
         if field.name == param
-        for word in _words(inspect.type_info(field.type))
+        for word in fixed_words(inspect.type_info(field.type))
     ]
     rule = f"; must be one of {', '.join(words)}" if words else ""
     return invalid(f"{error}{rule}", param=param)
-
-
-def _words(kind: inspect.Type) -> tuple[str, ...]:
-    if isinstance(kind, inspect.Metadata):
-        return _words(kind.type)
-    if isinstance(kind, inspect.UnionType):
-        return tuple(word for option in kind.types for word in _words(option))
-    return tuple(map(str, kind.values)) if isinstance(kind, inspect.LiteralType) else ()

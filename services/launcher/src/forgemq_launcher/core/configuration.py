@@ -18,6 +18,7 @@ from forgemq_contracts.environments import environment_of
 from forgemq_contracts.run import FunctionName, RunConfiguration
 from forgemq_contracts.run_changes import check_changes
 from forgemq_contracts.run_rules import check
+from forgemq_settings.fixed_words import alternatives, fixed_words
 
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<field>.*?)`(?: - at `(?P<path>.*)`)?$")
 _RULE = re.compile(r"^(?P<rule>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)
@@ -238,30 +239,19 @@ def _dotted(path: str, *fields: str) -> str:
 
 def _words_of(key: str) -> tuple[str, ...]:
     """The fixed words that a key may have; () if it may have others."""
-    kinds = _plain(inspect.type_info(RunConfiguration))
+    kinds = [inspect.type_info(RunConfiguration)]
     for part in key.split("."):
-        kinds = [each for kind in kinds for each in _inside(kind, part)]
-    literals = [kind for kind in kinds if isinstance(kind, inspect.LiteralType)]
-    return tuple(str(word) for kind in literals for word in kind.values)
+        kinds = [
+            inner for kind in kinds for each in alternatives(kind) for inner in _in(each, part)
+        ]
+    return tuple(word for kind in kinds for word in fixed_words(kind))
 
 
-def _inside(kind: inspect.Type, part: str) -> list[inspect.Type]:
-    """What the field, or the element, of this name may be."""
+def _in(kind: inspect.Type, part: str) -> list[inspect.Type]:
+    """The type of the field, or of the element, of this name; [] if there is none."""
     if isinstance(kind, inspect.StructType):
-        fields = [each.type for each in kind.fields if each.encode_name == part]
-        return [each for field in fields for each in _plain(field)]
-    if isinstance(kind, inspect.VarTupleType | inspect.ListType):
-        return _plain(kind.item_type)
-    return []
-
-
-def _plain(kind: inspect.Type) -> list[inspect.Type]:
-    """The types that it may be, without bounds."""
-    if isinstance(kind, inspect.Metadata):
-        return _plain(kind.type)
-    if isinstance(kind, inspect.UnionType):
-        return [each for option in kind.types for each in _plain(option)]
-    return [kind]
+        return [each.type for each in kind.fields if each.encode_name == part]
+    return [kind.item_type] if isinstance(kind, inspect.VarTupleType | inspect.ListType) else []
 
 
 def _known_fields() -> list[str]:
