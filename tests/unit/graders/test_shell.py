@@ -36,6 +36,13 @@ def left() -> list[int]:
     ]
 
 
+async def has_begun() -> None:
+    """Wait for a command of these tests."""
+    async with asyncio.timeout(30):
+        while not left():  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.02)
+
+
 def words(execution: Execution) -> tuple[str, int, str]:
     return execution.ended, execution.status, execution.stdout.decode()
 
@@ -156,9 +163,7 @@ async def test_commands_of_one_shell_wait_for_one_another_and_those_of_two_do_no
     async with shell(time_s=60) as one, shell(time_s=60) as other:
         first = asyncio.ensure_future(one.run(f"sleep 60; : {MARK}"))
         second = asyncio.ensure_future(one.run("echo second"))
-        async with asyncio.timeout(30):
-            while not left():  # noqa: ASYNC110 - of another process
-                await asyncio.sleep(0.02)
+        await has_begun()
         assert words(await other.run("echo other")) == ("exit", 0, "other\n")
         assert not first.done()
         assert not second.done()
@@ -169,11 +174,27 @@ async def test_commands_of_one_shell_wait_for_one_another_and_those_of_two_do_no
 
 
 async def test_a_cancelled_command_leaves_no_process_and_ends_its_shell() -> None:
-    async with shell() as opened:
-        running = asyncio.ensure_future(opened.run(f"echo begun > a; sleep 60; : {MARK}"))
-        await asyncio.sleep(0.3)
+    async with shell(time_s=60) as opened:
+        running = asyncio.ensure_future(opened.run(f"sleep 60; : {MARK}"))
+        await has_begun()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
         with pytest.raises(IsolationRefusedError):
             await opened.run("echo again")
+
+
+async def test_no_command_follows_a_cancelled_one_even_if_what_kills_it_is_slow() -> None:
+    async with shell(time_s=60) as opened:
+        running = asyncio.ensure_future(opened.run(f"sleep 60; : {MARK}"))
+        await has_begun()
+        kills = psutil.Process(left()[0]).parents()[1]  # Behind process 1 of the namespace.
+        kills.suspend()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        again = asyncio.ensure_future(opened.run("echo again"))
+        await asyncio.sleep(0.1)
+        kills.resume()
+        with pytest.raises(IsolationRefusedError):
+            await again

@@ -122,7 +122,7 @@ class Shell:
                 raise IsolationRefusedError(f"no end {MARGIN_S:g} s after its limit") from None
             finally:
                 if not is_known:
-                    self._pipes.cut_lifeline()
+                    self._end()
         return execution
 
     async def _execute(self, message: bytes, *, bytes_max: int) -> Execution:
@@ -149,6 +149,11 @@ class Shell:
             socket.send_fds(self._commands, [message], files)
         except ConnectionError:
             await self._refuse()
+
+    def _end(self) -> None:
+        """Have all killed and refuse commands at once, before what kills has noticed."""
+        self._commands.shutdown(socket.SHUT_RDWR)
+        self._pipes.cut_lifeline()
 
     def _stop(self) -> None:
         """Have the command killed; if it has ended meanwhile, nothing comes of it."""
