@@ -50,12 +50,13 @@ def test_engines_file_their_kv_in_the_pool_and_every_guarantee_holds(
     # Of K/V in float32 that other weights computed, G5 would see the difference.
     assert report["guarantees"] == dict.fromkeys(("G1", "G2", "G3", "G4", "G5"), True)
     assert (report["steps"], report["groups_open"]) == (STEPS, 0)
-    finished: list[FinishedCompletion] = records_of_lanes(
+    written = records_of_lanes(
         kafka_bootstrap,
         topics.FINISHED_COMPLETIONS,
         run_id=run_id,
         blobs=str(run.blobs(run_id)),
     )
+    finished: list[FinishedCompletion] = [each for _, each in written]
     assert {each.lane for each in finished} == {0, 1}
     assert any(page.stat().st_size for page in (tmp_path / "kv").iterdir())
     for each in [one for one in finished if one.cached_tokens_storage]:
