@@ -1,5 +1,6 @@
 """Answers of mathematics: what is equal, and what hostile ones cost."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 
@@ -87,6 +88,22 @@ async def test_hostile_answers_are_wrong_within_the_time_limit_and_the_next_is_c
         assert not await mathematics.is_equal(answer, "4"), name
         assert time.monotonic() - began_s < 30, name
         assert await mathematics.is_equal("\\boxed{4}", "4"), name
+
+
+@pytest.mark.slow
+async def test_a_comparison_that_is_cancelled_leaves_its_answer_to_no_other():
+    """At each of its first steps, of which the first ones begin the process that compares."""
+    for steps in range(0, 12, 3):
+        mathematics = Mathematics()
+        cancelled = asyncio.create_task(mathematics.is_equal("\\boxed{1}", "1"))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        found = [await mathematics.is_equal("\\boxed{2}", gold) for gold in ("3", "2")]
+        await mathematics.close()
+        assert found == [False, True], steps
 
 
 @pytest.mark.slow

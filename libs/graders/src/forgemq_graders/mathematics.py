@@ -81,29 +81,13 @@ class Mathematics:
 
     async def _running(self) -> Process:
         if self._process is None or self._process.returncode is not None:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                # Not by `-m`: the package imports the module, and Python warns of a second one.
-                *("-c", "from forgemq_graders.comparison import main; main()"),
-                stdin=PIPE,
-                stdout=PIPE,
-                env={},
-            )
-            limit = (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX)
-            resource.prlimit(self._process.pid, resource.RLIMIT_AS, limit)
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                await _ask(self._process, AnswerPair(answer="$1$", gold="$1$"))
+            self._process = await _started()
         return self._process
 
     async def _end(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
+        if process is not None:
+            await _kill(process)
 
 
 def math_outcome(*, answer: str = "answer", mathematics: Mathematics | None = None) -> AsyncOutcome:
@@ -122,6 +106,37 @@ def math_outcome(*, answer: str = "answer", mathematics: Mathematics | None = No
         return float(await comparing.is_equal(answer_text(episode), gold))
 
     return outcome
+
+
+async def _started() -> Process:
+    """A process that has answered a first question."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        # Not by `-m`: the package imports the module, and Python warns of a second one.
+        *("-c", "from forgemq_graders.comparison import main; main()"),
+        stdin=PIPE,
+        stdout=PIPE,
+        env={},
+    )
+    is_ready = False  # Else the first answer would be taken for that of the next question.
+    try:
+        limit = (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX)
+        resource.prlimit(process.pid, resource.RLIMIT_AS, limit)
+        async with asyncio.timeout(_START_TIMEOUT_S):
+            await _ask(process, AnswerPair(answer="$1$", gold="$1$"))
+        is_ready = True
+    finally:
+        if not is_ready:
+            await _kill(process)
+    return process
+
+
+async def _kill(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
 
 
 async def _ask(process: Process, comparison: AnswerPair) -> Compared:
