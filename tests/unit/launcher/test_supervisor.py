@@ -109,6 +109,21 @@ async def test_children_that_a_killed_service_left_behind_are_killed(tmp_path):
         await kept.stop()
 
 
+async def test_no_group_is_signalled_whose_service_has_ended_and_whose_number_is_free(tmp_path):
+    """An agents process may end hours before its run; its number may be another's by then."""
+    signalled: list[tuple[object, ...]] = []
+    sys.addaudithook(
+        lambda event, details: signalled.append(details) if event == "os.killpg" else None
+    )
+    kept = supervisor([])
+    await kept.keep(spec(tmp_path, "print('done')"), may_end=lambda: True)
+    while_it_ended = list(signalled)
+    await kept.stop()
+    kept.kill()
+    assert len(while_it_ended) == 1
+    assert signalled == while_it_ended
+
+
 async def until_gone(pid: int) -> None:
     async with asyncio.timeout(10):
         while is_alive(pid):  # noqa: ASYNC110 - a process has no event

@@ -98,6 +98,7 @@ class Supervisor:
             service.process = await _start_process(spec)
             status = await service.process.wait()
             _kill_left_behind(service.process)
+            service.process = None  # Its number may become that of another process group.
             if self._is_over(service):
                 return
             if status == EXIT_OK and may_end():
