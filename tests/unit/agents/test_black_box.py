@@ -151,6 +151,22 @@ async def test_a_result_that_is_not_json_masks_the_episode(episode):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("made", "fault"),
+    [
+        ("os.mkfifo(path)", "pipe"),
+        ("os.symlink('/dev/zero', path)", "device"),
+        ("os.mkdir(path)", "folder"),
+        ("os.truncate(os.open(path, os.O_CREAT | os.O_RDWR), 2**40)", "at most 16777216 bytes"),
+    ],
+)
+async def test_a_result_that_is_no_file_or_too_long_masks_its_episode_alone(episode, made, fault):
+    """A policy with a shell can make it: a read of it must not hold up or fill this process."""
+    program = f"import os; path = os.environ['FORGEMQ_RESULT_FILE']; {made}"
+    with pytest.raises(AgentFailedError, match=fault):
+        await python(program)(episode)
+
+
 async def test_a_program_that_takes_too_long_is_stopped_with_its_children(episode, tmp_path):
     program = (
         "import subprocess, sys, time\n"

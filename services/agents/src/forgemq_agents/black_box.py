@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import stat
 import tempfile
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -41,6 +42,8 @@ from forgemq_contracts.fields import TruncationCause
 
 # Enough of the last output to see why a program failed: the end of a traceback.
 OUTPUT_BYTES_KEPT = 4000
+RESULT_BYTES_MAX = 16 * 2**20
+"""Of what the program wrote: it is read at once, by the process that plays all episodes."""
 # For what is still in the pipe of a program that has ended: a process that left its group may hold
 # the pipe open without end.
 OUTPUT_END_S = 1.0
@@ -241,12 +244,38 @@ def _signal_group(group: int, number: int) -> None:
 
 
 def _result(path: Path, output: bytes) -> object:
-    if not path.exists():
+    written = _written(path)
+    if written is None:
         return {"output": output.decode(errors="replace")}
     try:
-        return msgspec.json.decode(path.read_bytes())
-    except msgspec.DecodeError as error:
+        return msgspec.json.decode(written)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise AgentFailedError(f"its result is not JSON: {error}") from error
+
+
+def _written(path: Path) -> bytes | None:
+    """What is in a file that the policy may have made; None if it is not there.
+
+    Raises:
+        AgentFailedError: it is too long, or no file whose end comes by itself.
+    """
+    try:
+        # A pipe without a writer would wait for one, with all other episodes of this process.
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise AgentFailedError(f"its result cannot be read: {error}") from error
+    try:
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            raise AgentFailedError("its result is no file but a folder, a pipe or a device")
+        with os.fdopen(number, "rb", closefd=False) as file:
+            written = file.read(RESULT_BYTES_MAX + 1)
+    finally:
+        os.close(number)
+    if len(written) > RESULT_BYTES_MAX:
+        raise AgentFailedError(f"its result must have at most {RESULT_BYTES_MAX} bytes")
+    return written
 
 
 def _said_limit(result: object) -> tuple[object, TruncationCause | UnsetType | None]:
