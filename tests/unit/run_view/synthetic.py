@@ -171,22 +171,28 @@ class SyntheticRun:
         self.put(SCORED_GROUPS, scored, partition=self.partition(group_id))
         return self.merge(scored)
 
-    def admit(self, group_id: str, *, index: int, version: int) -> None:
-        asked = {"group_id": group_id, "domain": DOMAIN, "purpose": "train"}
+    def request(self, group_id: str) -> None:
         self.put(
             REQUESTED_GROUPS,
             RequestedGroup(
-                **asked,
+                group_id=group_id,
+                domain=DOMAIN,
+                purpose="train",
                 group_size=GROUP_SIZE,
                 task=b"{}",
                 idempotency_key=group_id,
                 requested_ms=0,
             ),
         )
+
+    def admit(self, group_id: str, *, index: int, version: int) -> None:
+        self.request(group_id)
         self.put(
             ADMITTED_GROUPS,
             AdmittedGroup(
-                **asked,
+                group_id=group_id,
+                domain=DOMAIN,
+                purpose="train",
                 group_size=GROUP_SIZE,
                 task=b"{}",
                 version_at_admission=version,

@@ -49,6 +49,27 @@ def totals(book: GroupBook) -> tuple[object, ...]:
     )
 
 
+def test_a_group_that_waits_for_its_slot_has_its_domain_and_size():
+    run = SyntheticRun()
+    run.request("g-0")
+    book = book_of(run.messages, groups_kept_max=4)
+    (row,) = book.rows(rows_max=9)
+    assert (row.domain, row.purpose, row.group_size) == (DOMAIN, "train", 2)
+    assert (row.position, row.queue_index) == ("waiting", None)
+
+
+def test_a_group_that_retires_without_a_slot_waits_no_more():
+    """Its request cannot be read; topics come in any order, so it may be known to retire first."""
+    run = SyntheticRun()
+    run.request("g-0")
+    run.request("g-1")
+    run.retire("g-0", reason="failed")
+    (queue,) = configuration().queues
+    for messages in (run.messages, run.messages[::-1]):
+        book = book_of(messages, groups_kept_max=4)
+        assert book.queue(queue, groups=8, bound=2, limit=2, staleness=0).waiting == 1
+
+
 def test_a_book_of_few_groups_has_the_totals_of_all(run):
     small = book_of(run.messages, groups_kept_max=4)
     assert totals(small) == totals(book_of(run.messages, groups_kept_max=1_000))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forgemq_contracts.fields import Source
-from forgemq_contracts.groups import ScoredGroup
+from forgemq_contracts.groups import AdmittedGroup, RequestedGroup, ScoredGroup
 from forgemq_run_view.state import GroupRow, Position, WindowPosition
 
 
@@ -22,6 +22,7 @@ class GroupEntry:
     round_name: str = ""
     is_greedy: bool = False
     is_requested: bool = False
+    is_waiting: bool = False
     is_admitted: bool = False
     is_scored: bool = False
     is_ready: bool = False
@@ -39,10 +40,15 @@ class GroupEntry:
     version_max: int | None = None
     is_passed_over: bool = False
 
+    def describe(self, record: RequestedGroup | AdmittedGroup) -> None:
+        """Take in what its request says, and its admission again."""
+        self.domain, self.purpose, self.source = record.domain, record.purpose, record.source
+        self.group_size, self.round_name = record.group_size, record.round_name
+
     @property
     def is_in_round(self) -> bool:
-        """Whether it measures the policy in an evaluation round."""
-        return self.purpose == "eval" and not self.is_untrained
+        """Whether it measures the policy in an evaluation round, as far as it is admitted."""
+        return self.is_admitted and self.purpose == "eval" and not self.is_untrained
 
     @property
     def is_untrained(self) -> bool:

@@ -4,12 +4,10 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from msgspec import Struct
-
 from forgemq_contracts.accounting import RetiredIds
 from forgemq_contracts.audit import AuditedGroup
 from forgemq_contracts.completions import FinishedCompletion
-from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode
+from forgemq_contracts.episodes import FinishedEpisode
 from forgemq_contracts.fields import Source
 from forgemq_contracts.groups import (
     AdmittedGroup,
@@ -24,7 +22,7 @@ from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.topics import FINISHED_COMPLETIONS
 from forgemq_run_view.forks import ForkBook
 from forgemq_run_view.group_entry import GroupEntry, row, window_positions
-from forgemq_run_view.shown_groups import ShownGroups
+from forgemq_run_view.shown_groups import ShownGroups, is_shown
 from forgemq_run_view.state import (
     EvaluationPoint,
     ForkTotal,
@@ -277,17 +275,19 @@ class GroupBook:
         entry = self._entry(record.group_id)
         if not entry.is_requested:
             entry.is_requested = True
-            self._waiting[record.domain] += record.purpose == "train" and not entry.is_admitted
+            entry.describe(record)
+            if record.purpose == "train" and not (entry.is_admitted or entry.reason):
+                entry.is_waiting = True
+                self._waiting[record.domain] += 1
 
     def _apply_admitted(self, record: AdmittedGroup) -> None:
         entry = self._entry(record.group_id)
         if entry.is_admitted:
             return
-        self._waiting[record.domain] -= record.purpose == "train" and entry.is_requested
+        self._end_waiting(entry)
         entry.is_admitted, entry.is_greedy = True, record.temperature == 0
-        entry.domain, entry.purpose, entry.source = record.domain, record.purpose, record.source
-        entry.group_size, entry.queue_index = record.group_size, record.queue_index
-        entry.version, entry.round_name = record.version_at_admission, record.round_name
+        entry.queue_index, entry.version = record.queue_index, record.version_at_admission
+        entry.describe(record)
         self.admitted += 1
         if not entry.reason:
             self._open.setdefault(entry.domain, set()).add(entry.group_id)
@@ -371,6 +371,7 @@ class GroupBook:
         entry = self._entry(record.group_id)
         if entry.reason:
             return
+        self._end_waiting(entry)  # One whose request is a dead letter is never admitted.
         entry.reason = record.reason
         self.retired[record.reason] += 1
         self._open.setdefault(record.domain, set()).discard(record.group_id)
@@ -379,18 +380,15 @@ class GroupBook:
             entry.queue_index = record.queue_index
             behind.append(record.group_id)
 
+    def _end_waiting(self, entry: GroupEntry) -> None:
+        self._waiting[entry.domain] -= entry.is_waiting
+        entry.is_waiting = False
+
     def _untrained_of(self, entry: GroupEntry) -> _Untrained:
         return self._untrained.setdefault((entry.source, entry.domain), _Untrained())
 
     def _round(self, entry: GroupEntry) -> _Round:
         return self._rounds.setdefault((entry.round_name, entry.is_greedy), _Round())
-
-
-def is_shown(record: Struct) -> bool:
-    """Whether it is read again, besides completions, if its group is shown."""
-    if isinstance(record, FinishedEpisode):
-        return record.source == "import"
-    return isinstance(record, GradedEpisode | ScoredGroup)
 
 
 def _widen(each: _Round, version: int | None) -> None:

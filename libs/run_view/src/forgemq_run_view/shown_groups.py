@@ -2,6 +2,11 @@
 
 from itertools import islice
 
+from msgspec import Struct
+
+from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode
+from forgemq_contracts.groups import ScoredGroup
+
 GROUPS_SHOWN_MAX = 4000
 """Groups whose completions can be looked up by offset: more than the page lists."""
 UNTRAINED_SHOWN_MAX = 1000
@@ -41,6 +46,13 @@ class ShownGroups:
         played = list(islice(reversed(self._played.items()), rows_max - len(untrained)))
         ordered = sorted((*untrained, *played), key=lambda each: each[1], reverse=True)
         return [group_id for group_id, _ in ordered]
+
+
+def is_shown(record: Struct) -> bool:
+    """Whether it is read again, besides completions, if its group is shown."""
+    if isinstance(record, FinishedEpisode):
+        return record.source == "import"
+    return isinstance(record, GradedEpisode | ScoredGroup)
 
 
 def _oldest(numbers: dict[str, int]) -> str:
