@@ -48,6 +48,20 @@ async def test_a_program_may_be_what_the_agent_submitted_instead_of_the_answer()
     assert await outcome(answered(DOUBLE, task=task, result={"submission": ""})) == 0.0
 
 
+async def test_a_program_that_is_no_text_fails_like_any_other():
+    """An episode that is masked for it would escape its zero."""
+    outcome = code_tests(limits=LIMITS, program=lambda episode: episode.result)
+    task = {"tests": INPUTS}
+    assert await outcome(answered(task=task, result="print('\ud800')")) == 0.0
+    assert await outcome(answered(task=task, result="print(2 * int(input())) # \ud800")) == 1.0
+
+
+async def test_an_integer_beyond_all_floats_equals_none():
+    outcome = code_tests(limits=LIMITS)
+    huge = "```\ndef add(a, b):\n    return 10 ** 400\n```"
+    assert await outcome(answered(huge, task={"tests": calls(([1, 2], 3.5))})) == 0.0
+
+
 CHEATS = {
     "ends early": "import os\nos._exit(0)",
     "says it passed": "print('passed')\nprint('4')",

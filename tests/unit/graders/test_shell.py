@@ -159,6 +159,17 @@ async def test_a_command_that_is_too_long_is_said_to_be_and_the_next_one_runs() 
         assert words(await opened.run("echo alive")) == ("exit", 0, "alive\n")
 
 
+async def test_a_command_that_is_no_text_is_said_to_be_or_read_as_text_and_the_next_one_runs() -> (
+    None
+):
+    """A policy can write both escapes in the arguments of a call, which are JSON."""
+    async with shell() as opened:
+        null = await opened.run("echo a\0b")
+        assert (words(null), null.stderr) == (("exit", 126, ""), b"the command has a null byte\n")
+        assert words(await opened.run("echo a\ud800b")) == ("exit", 0, "a?b\n")
+        assert words(await opened.run("echo alive")) == ("exit", 0, "alive\n")
+
+
 async def test_commands_of_one_shell_wait_for_one_another_and_those_of_two_do_not() -> None:
     async with shell(time_s=60) as one, shell(time_s=60) as other:
         first = asyncio.ensure_future(one.run(f"sleep 60; : {MARK}"))

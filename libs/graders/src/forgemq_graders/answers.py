@@ -28,8 +28,12 @@ def answer_text(episode: GradingEpisode) -> str:
 
 def plain(text: str) -> str:
     """The end of a text, as a process or a server can be sent it."""
-    # Half of a surrogate pair is no text.
-    return text[-ANSWER_CHARACTERS_MAX:].encode(errors="replace").decode()
+    return text_of(text[-ANSWER_CHARACTERS_MAX:])
+
+
+def text_of(characters: str) -> str:
+    """These characters, with a question mark for each half of a surrogate pair: it is no text."""
+    return characters.encode(errors="replace").decode()
 
 
 def answer_code(episode: GradingEpisode) -> str:

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from forgemq_contracts.grading import GradingEpisode
-from forgemq_graders.answers import AsyncOutcome, answer_code
+from forgemq_graders.answers import AsyncOutcome, answer_code, text_of
 from forgemq_graders.sandbox import Execution, Sandbox, SandboxLimits
 
 TESTS_MAX = 256
@@ -71,7 +71,7 @@ def code_tests(
 
     async def outcome(episode: GradingEpisode) -> float:
         tests = _tests(episode)
-        code = program(episode)
+        code = text_of(program(episode))
         if not code.strip():
             return 0.0
         passed = 0
@@ -127,14 +127,19 @@ def _equal(left: Any, right: Any) -> bool:  # noqa: ANN401 - any JSON value
     if isinstance(left, bool) or isinstance(right, bool):
         return left is right
     if isinstance(left, float) or isinstance(right, float):
-        return _is_number(left, right) and math.isclose(
-            left, right, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE
-        )
+        return _is_number(left, right) and _is_close(left, right)
     if isinstance(left, list) and isinstance(right, list):
         return len(left) == len(right) and all(map(_equal, left, right))
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
     return bool(left == right)
+
+
+def _is_close(left: float, right: float) -> bool:
+    try:
+        return math.isclose(left, right, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    except OverflowError:  # An integer beyond all floats.
+        return False
 
 
 def _is_number(*values: object) -> bool:

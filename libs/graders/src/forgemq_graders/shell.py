@@ -22,6 +22,7 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
+from forgemq_graders.answers import text_of
 from forgemq_graders.jail import MESSAGE_BYTES_MAX
 from forgemq_graders.jail_pipes import JailPipes
 from forgemq_graders.probe import ENVIRON
@@ -36,6 +37,7 @@ from forgemq_graders.sandbox import (
 )
 
 _TOO_LONG = Execution(ended="exit", status=126, stdout=b"", stderr=b"the command is too long\n")
+_NO_TEXT = Execution(ended="exit", status=126, stdout=b"", stderr=b"the command has a null byte\n")
 _REPORT_BYTES_MAX = 4096
 _SAID_BYTES_MAX = 1000
 
@@ -108,7 +110,9 @@ class Shell:
         Raises:
             IsolationRefusedError: the sandbox has ended.
         """
-        message = json.dumps(["/bin/sh", "-c", command]).encode()
+        message = json.dumps(["/bin/sh", "-c", text_of(command)]).encode()
+        if "\0" in command:
+            return _NO_TEXT
         if len(message) > MESSAGE_BYTES_MAX:
             return _TOO_LONG
         limits = self._sandbox.limits
