@@ -17,13 +17,15 @@ from forgemq_reward.grader_process import (
 
 ENVIRON = {**os.environ, "FORGEMQ_KAFKA_SASL_PASSWORD": "secret"}
 CODE = """
-import os, time
+import json, os, time
 
 def outcome(episode):
     print("user code may print")
     match episode.task["say"]:
         case "raise":
             raise KeyError("total")
+        case "quote":
+            raise ValueError("no city " + json.loads(episode.result))
         case "hang":
             while True:
                 pass
@@ -103,6 +105,15 @@ async def test_what_user_code_does_wrong_is_an_error_and_the_next_episode_is_gra
     assert nan.outcome is not None
     assert nan.outcome != nan.outcome
     assert after == Verdict(outcome=1.0)
+
+
+async def test_an_error_that_quotes_half_of_a_surrogate_pair_ends_no_process(code):
+    process = process_of(code)
+    try:
+        quoted = await process.grade(episode("quote", result='"\\ud800"'))
+    finally:
+        await process.close()
+    assert quoted.error == "outcome raised ValueError: no city ?"
 
 
 async def test_user_code_sees_none_of_our_own_variables(code):

@@ -69,6 +69,18 @@ def test_masked_episodes_need_no_grader_and_hold_nothing(status):
     assert pending.positions() == positions(1, 1, None)
 
 
+def test_of_two_ends_of_an_episode_the_first_is_graded():
+    """Its group waits for that grade: it counts the first end, too."""
+    pending = PendingEpisodes()
+    pending.on_completion(finished_completion(0, 0), offset=0)
+    pending.on_episode(finished_episode(0), offset=0)
+    pending.on_episode(finished_episode(0, status="failed"), offset=1)
+    ready = take_ready(pending)
+    assert ready is not None
+    assert ready.episode.status == "completed"
+    assert len(pending.completions_of(ready.episode)) == 1
+
+
 def test_graders_see_that_an_output_repeated_itself():
     pending = PendingEpisodes()
     whole = finished_completion(0, 0, finish_reason="length")

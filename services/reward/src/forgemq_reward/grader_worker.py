@@ -121,7 +121,9 @@ async def verdict_of(graders: Graders, episode: GradingEpisode) -> Verdict:
         try:
             values[name] = convert(await _returned(grader, episode))
         except Exception as error:  # noqa: BLE001 - user code may raise anything; it ends no process
-            return Verdict(error=f"{name} raised {type(error).__name__}: {error}")
+            # Half of a surrogate pair, as JSON of the policy may have it, is in no message.
+            said = f"{name} raised {type(error).__name__}: {error}".encode(errors="replace")
+            return Verdict(error=said.decode())
     return Verdict(**values)
 
 

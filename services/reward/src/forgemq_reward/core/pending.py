@@ -107,13 +107,15 @@ class PendingEpisodes:
         """Keep an episode to be graded, unless it is graded, retired or did not complete."""
         self._episodes_read = max(self._episodes_read, offset + 1)
         episode_id = episode.episode_id
+        if episode_id in self._episodes:
+            return  # The first end counts.
         if (
             episode.status != "completed"
             or episode.group_id in self._retired
             or episode_id in self._grades
         ):
             self._forget(episode_id)
-        elif episode_id not in self._episodes:
+        else:
             self._episodes[episode_id] = PendingEpisode(
                 episode=episode, offset=offset, finished_ms=finished_ms, trace=trace
             )
