@@ -1,4 +1,4 @@
-"""The held-out rounds at a run's start and end, on which its processes have to agree."""
+"""The held-out rounds on which the processes of a run have to agree."""
 
 from forgemq_contracts.run import RunConfiguration, played_queues
 
@@ -6,6 +6,9 @@ START_ROUND = "start"
 """The base model's; its name begins so: version 1 is published once it is played."""
 END_ROUND = "end"
 """That of the last weights; its name begins so: a run is over once it is played."""
+
+JUDGED_ROUND = "judged"
+"""The one round of a run that judges a model and trains none."""
 
 
 def start_round_groups(configuration: RunConfiguration) -> int:

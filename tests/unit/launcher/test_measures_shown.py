@@ -18,7 +18,15 @@ from forgemq_launcher.display.panel import PanelView, line, panel
 from forgemq_launcher.display.report_files import ALARMS_SHOWN_MAX, closing, table, write_report
 from forgemq_run_view.forks import MEANINGS
 from forgemq_run_view.report import report
-from forgemq_run_view.state import AcceptancePoint, ForkTotal, RunState, Stall, StepAlarm
+from forgemq_run_view.state import (
+    AcceptancePoint,
+    EvaluationPoint,
+    ForkTotal,
+    RunState,
+    Stall,
+    StepAlarm,
+    Tally,
+)
 from forgemq_run_view.view import RunView
 from tests.unit.run_view.synthetic import SyntheticRun, metrics, started
 
@@ -71,6 +79,29 @@ def test_a_stall_is_a_row_of_the_panel_a_part_of_the_line_and_a_headline_once() 
     assert headline.startswith("STALLED: waits for merger. The merger")
     assert headlines(stalled, stalled) == []
     assert headlines(stalled, going_on) == ["the run goes on"]
+
+
+JUDGED = EvaluationPoint(
+    round_name="judged",
+    is_greedy=False,
+    version_min=0,
+    version_max=0,
+    groups=64,
+    groups_ended=3,
+    tally=Tally(episodes=3, success=0.0, reward=0.0, outcome=0.0, speed=0.0, process=0.0),
+)
+
+
+def test_a_run_that_judges_a_model_shows_no_steps_that_it_never_trains() -> None:
+    shown = msgspec.structs.replace(SHOWN, is_judging=True)
+    begun = RunView(started(steps=20)).state(now_ms=20_000)
+    assert line(begun, is_judging=True) == "no episode is played; tokens/s 0"
+    judged = msgspec.structs.replace(begun, evaluations=(JUDGED,))
+    assert line(judged, is_judging=True) == "sampled v0: 3 of 64 played; tokens/s 0"
+    told = _text(panel(judged, shown))
+    assert "sampled v0: 3 of 64 played" in told
+    assert "0/20" not in told
+    assert not [word for word in ("reward", "staleness", "window", "yield") if word in told]
 
 
 def _report(state: RunState):

@@ -14,7 +14,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from forgemq_agents.core.schedule import (
-    JUDGED,
     EvaluationGroup,
     evaluation_groups,
     judged_groups,
@@ -25,7 +24,7 @@ from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.groups import Groups
 from forgemq_agents.supply import Supply
 from forgemq_agents.task_choice import TaskChoice
-from forgemq_contracts.rounds import END_ROUND, START_ROUND
+from forgemq_contracts.rounds import END_ROUND, JUDGED_ROUND, START_ROUND
 from forgemq_contracts.run import Queue, RunConfiguration, supplied_queues
 from forgemq_telemetry.telemetry import Telemetry
 
@@ -65,7 +64,9 @@ class AgentRun:
 
     async def judge(self, *, samples: int) -> None:
         """Play so many episodes of each held-out task, and nothing else."""
-        await self._play_groups(JUDGED, list(judged_groups(self._configuration, samples=samples)))
+        await self._play_groups(
+            JUDGED_ROUND, list(judged_groups(self._configuration, samples=samples))
+        )
         self._telemetry.event("played", run=self._configuration.run)
 
     async def _play_training(self, start: asyncio.Task[None] | None) -> None:

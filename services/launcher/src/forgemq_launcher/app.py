@@ -147,6 +147,7 @@ class RunningRun:
             services=tuple(map(_shown_service, self._processes.service_statuses())),
             footer=f"{console_url}   Ctrl-C stops",
             events=self._screen.events,
+            is_judging=self._setup.samples > 0,
         )
 
     async def _end_run(self, log: Log, started: StartedRun, outcome: Outcome) -> int:

@@ -4,10 +4,8 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from forgemq_contracts.mixture import Mixture
+from forgemq_contracts.rounds import JUDGED_ROUND
 from forgemq_contracts.run import Evaluation, Queue, RunConfiguration, played_queues
-
-JUDGED = "judged"
-"""The one round of an evaluation without training."""
 
 STEPS_BEFORE_BASELINE_MAX = 1
 """Steps that can be trained while the round of the base model is played: the trainer publishes no
@@ -98,7 +96,7 @@ def judged_groups(configuration: RunConfiguration, *, samples: int) -> Iterator[
             yield EvaluationGroup(
                 domain=queue.domain,
                 task_number=configuration.evaluation.task_offset + number,
-                round_name=JUDGED,
+                round_name=JUDGED_ROUND,
                 temperature=None,
                 samples=samples,
             )

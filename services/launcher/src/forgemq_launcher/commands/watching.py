@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from rich.console import Console
 
 from forgemq_bus.errors import BlobError, LogError
+from forgemq_contracts.rounds import JUDGED_ROUND
 from forgemq_contracts.run import EndedRun
 from forgemq_launcher import exit_status
 from forgemq_launcher.commands.run_on_broker import run_on_broker
@@ -131,6 +132,7 @@ def _panel_view(state: RunState, screen: Screen) -> PanelView:
         services=tuple(_shown_service(each, now_ms=state.now_ms) for each in state.services),
         footer="Ctrl-C leaves the run alone",
         events=screen.events,
+        is_judging=any(each.round_name == JUDGED_ROUND for each in state.evaluations),
     )
 
 

@@ -38,13 +38,18 @@ class ShownService(Struct, frozen=True, kw_only=True):
 
 
 class PanelView(Struct, frozen=True, kw_only=True):
-    """What the panel shows beside a run's state: services, the newest lines, and its lower edge."""
+    """What the panel shows beside a run's state: services, the newest lines, and its lower edge.
+
+    Attributes:
+        is_judging: The run judges a model and trains none, so what says how it trains is left out.
+    """
 
     engine_status: str
     is_engine_up: bool
     services: tuple[ShownService, ...]
     footer: str
     events: tuple[str, ...]
+    is_judging: bool = False
 
 
 def panel(state: RunState, shown: PanelView) -> RenderableType:
@@ -63,19 +68,25 @@ def panel(state: RunState, shown: PanelView) -> RenderableType:
     )
 
 
-def line(state: RunState) -> str:
+def line(state: RunState, *, is_judging: bool = False) -> str:
     """The run in one plain line, for a log or a pipe."""
+    if is_judging:
+        played = "; ".join(map(_evaluation, state.evaluations)) or "no episode is played"
+        return f"{played}; tokens/s {state.tokens_per_s:.0f}{_stalled(state)}"
     point = state.versions[-1].tally if state.versions else None
     success = f"success {point.success:.2f} reward {point.reward:.2f} " if point else ""
     bound = max(queue.staleness_limit for queue in state.queues)
     rounds = "".join(f"; {_evaluation(each)}" for each in state.evaluations if _is_unfinished(each))
-    stalled = f" STALLED: waits for {waited_for(state)}" if state.stall else ""
     return (
         f"step {state.steps_trained}/{state.steps} {success}"
         f"tokens/s {state.tokens_per_s:.0f} staleness {state.staleness_max}/{bound} "
         f"in flight {state.groups_open} saving {state.merge_ratio_per_request:.1f}x"
-        f"{rounds}{stalled}"
+        f"{rounds}{_stalled(state)}"
     )
+
+
+def _stalled(state: RunState) -> str:
+    return f" STALLED: waits for {waited_for(state)}" if state.stall else ""
 
 
 def waited_for(state: RunState) -> str:
@@ -95,22 +106,11 @@ def duration(seconds: float) -> str:
 
 
 def _rows(state: RunState, shown: PanelView) -> list[tuple[str, RenderableType]]:
-    rows: list[tuple[str, RenderableType]] = [
-        ("step", _step(state)),
-        ("success", _curve([point.tally.success for point in state.versions], fixed_max=1.0)),
-        ("reward", _curve([point.tally.reward for point in state.versions])),
-        ("held-out", Text("  ".join(_evaluation(p) for p in state.evaluations[-4:]) or "-")),
-        ("tokens/s", Text(_tokens(state))),
-        ("staleness", _staleness(state)),
-        ("tree saving", Text(_saving(state))),
-        ("gap", Text(_gap(state))),
-        ("yield J", Text(_yield(state))),
-        *[("tokens a pass", Text(_acceptance(state))) for _ in state.acceptance[:1]],
-        ("alarms", _alarms(state)),
-    ]
+    rows = _judging_rows(state) if shown.is_judging else _training_rows(state)
     if state.stall:
         rows.append(("waits for", Text(waited_for(state), style="bold red")))
-    rows += [(f"window {queue.domain}"[:20], _window(queue)) for queue in state.queues]
+    if not shown.is_judging:
+        rows += [(f"window {queue.domain}"[:20], _window(queue)) for queue in state.queues]
     rows += [
         ("groups", Text(_groups(state))),
         ("episodes", Text(_episodes(state))),
@@ -120,12 +120,43 @@ def _rows(state: RunState, shown: PanelView) -> list[tuple[str, RenderableType]]
     return rows
 
 
+def _judging_rows(state: RunState) -> list[tuple[str, RenderableType]]:
+    return [
+        ("judging for", Text(_elapsed(state))),
+        _held_out_row(state),
+        ("tokens/s", Text(f"{state.tokens_per_s:,.0f}; {state.tokens_generated:,} so far")),
+    ]
+
+
+def _held_out_row(state: RunState) -> tuple[str, RenderableType]:
+    return "held-out", Text("  ".join(_evaluation(p) for p in state.evaluations[-4:]) or "-")
+
+
+def _training_rows(state: RunState) -> list[tuple[str, RenderableType]]:
+    return [
+        ("step", _step(state)),
+        ("success", _curve([point.tally.success for point in state.versions], fixed_max=1.0)),
+        ("reward", _curve([point.tally.reward for point in state.versions])),
+        _held_out_row(state),
+        ("tokens/s", Text(_tokens(state))),
+        ("staleness", _staleness(state)),
+        ("tree saving", Text(_saving(state))),
+        ("gap", Text(_gap(state))),
+        ("yield J", Text(_yield(state))),
+        *[("tokens a pass", Text(_acceptance(state))) for _ in state.acceptance[:1]],
+        ("alarms", _alarms(state)),
+    ]
+
+
 def _step(state: RunState) -> RenderableType:
     table = Table.grid(padding=(0, 1))
-    elapsed = duration((state.now_ms - state.started_ms) / 1000)
     bar = ProgressBar(total=state.steps, completed=state.steps_trained, width=30)
-    table.add_row(Text(f"{state.steps_trained}/{state.steps}"), bar, Text(elapsed))
+    table.add_row(Text(f"{state.steps_trained}/{state.steps}"), bar, Text(_elapsed(state)))
     return table
+
+
+def _elapsed(state: RunState) -> str:
+    return duration((state.now_ms - state.started_ms) / 1000)
 
 
 def _curve(values: Sequence[float], *, fixed_max: float | None = None) -> Text:

@@ -72,7 +72,7 @@ class Screen:
         is_new_step = self._last_key is None or key[0] != self._last_key[0]
         if is_new_step or now_s - self._last_line_s >= PLAIN_EVERY_S:
             self._last_key, self._last_line_s = key, now_s
-            self.say(line(state))
+            self.say(line(state, is_judging=shown.is_judging))
             if not shown.is_engine_up:
                 self.say(f"engine {shown.engine_status}")
 
