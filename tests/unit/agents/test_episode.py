@@ -231,6 +231,37 @@ async def test_calls_of_one_turn_run_at_the_same_time():
     assert [answer["tool_call_id"] for answer in answers] == ["0", "1", "2", "x", "y"]
 
 
+async def test_a_call_that_fails_ends_those_beside_it():
+    """The episode is over, so nothing may go on acting for it."""
+    begun, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def wait(arguments) -> str:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return ""
+
+    async def fail(arguments) -> str:
+        await begun.wait()
+        raise RuntimeError("no disk")
+
+    calls = [FunctionCall(id=name, name=name, arguments={}) for name in ("wait", "fail")]
+    with pytest.raises(RuntimeError, match="no disk"):
+        await answer_calls(calls, {"wait": wait, "fail": fail}, bad_call="bad")
+    await asyncio.wait_for(cancelled.wait(), 5)
+
+
+def test_arguments_that_are_nested_too_deep_are_no_object():
+    """An error would mask the episode of a policy that repeats a bracket."""
+    function = {"name": "read", "arguments": '{"a": ' + "[" * 10_000 + "]" * 10_000 + "}"}
+    message = {"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}
+    (call,) = Completion(id="c", message=message, finish_reason="stop").calls
+    assert call.arguments is None
+
+
 async def test_the_loop_appends_the_message_unchanged():
     heard: list[list[dict]] = []
 

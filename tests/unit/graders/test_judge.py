@@ -69,6 +69,17 @@ async def test_an_equal_question_is_answered_from_the_cache(server, tmp_path, is
     assert len(server.requests) == (4 if is_on_disk else 5)
 
 
+async def test_a_kept_reply_without_a_score_for_this_function_is_asked_for_again(server, tmp_path):
+    """The score function was mended, or another queue asks the same with another scale."""
+    judge = judge_of(server, cache=str(tmp_path / "replies.sqlite"))
+    server.replies = ["Score: 60", "Score: 7"]
+    of_100 = judged(judge, prompt=PROMPT, scale=100.0)
+    assert await of_100(answered("4", task=TASK)) == 0.6
+    of_10 = judged(judge, prompt=PROMPT, scale=10.0)
+    assert await of_10(answered("4", task=TASK)) == 0.7
+    assert len(server.requests) == 2
+
+
 @pytest.mark.parametrize("failure", [429, 500, 503, "I cannot say", "Score: 11", "Score: -1"])
 async def test_a_failure_that_may_pass_is_tried_again_and_only_the_score_is_kept(server, failure):
     server.replies = [failure, failure, "Score: 9"]
@@ -136,7 +147,15 @@ def test_replies_that_were_used_longest_ago_make_room(tmp_path, make):
 
 @pytest.mark.parametrize(
     ("reply", "score"),
-    [("Score: 7", 7.0), ("score 3, no: **Score:** 4.5/10", 4.5), ("SCORE = 0", 0.0)],
+    [
+        ("Score: 7", 7.0),
+        ("score 3, no: **Score:** 4.5/10", 4.5),
+        ("SCORE = 0", 0.0),
+        ("**Score (0-10):** 7", 7.0),
+        ("Score [out of 10]: 6/10", 6.0),
+        ("Score (8). 2 points are lost", 8.0),
+        ("Score: (3)", 3.0),
+    ],
 )
 def test_a_score_is_the_last_number_behind_the_word(reply, score):
     assert last_score(reply, maximum=10.0) == score

@@ -17,6 +17,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, TypeAlias
@@ -36,7 +37,11 @@ TurnPrompt: TypeAlias = str | Callable[[GradingEpisode, int], _Messages]
 _REPLY_BYTES_MAX = 2**20
 _ERROR_CHARACTERS_MAX = 300
 _RETRIED = frozenset({408, 409, 425, 429, *range(500, 600)})
-_SCORE = re.compile(r"score\W{0,8}?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+# The scale may stand in brackets behind the word: "Score (0-10): 7". A number alone is no scale.
+_SCORE = re.compile(
+    r"score(?:\s?[(\[](?!\s*-?[\d.]+\s*[)\]])[^()\[\]\n]{1,40}[)\]])?\W{0,8}?(-?\d+(?:\.\d+)?)",
+    re.IGNORECASE,
+)
 
 
 class JudgeError(Exception):
@@ -95,7 +100,8 @@ def judged(
         prompt: A template for `str.format` with `answer` (the last completion's content), `task`
             and `result`; or a function of the episode that returns messages.
         score: The score in a reply; raises ValueError if it has none, and the judge is asked again.
-            By default the last number behind the word "score", from 0 to `scale`.
+            By default the last number behind the word "score", from 0 to `scale`; between them
+            the scale may stand in brackets.
         scale: Of the scores.
 
     Raises:
@@ -208,7 +214,8 @@ class _Asked:
             async with lock:
                 kept = self._replies.get(key)
                 if kept is not None:
-                    return float(parse(kept))
+                    with suppress(ValueError):  # Another function of the user found a score in it.
+                        return float(parse(kept))
                 async with self._places:
                     return await self._ask(key, body, parse)
         finally:

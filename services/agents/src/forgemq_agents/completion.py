@@ -84,6 +84,6 @@ def _object(arguments: object) -> dict[str, Any] | None:
     if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return None
     return arguments if isinstance(arguments, dict) else None

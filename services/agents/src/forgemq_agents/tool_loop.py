@@ -287,7 +287,12 @@ async def answer_calls(
             return bad_call
         return await function(call.arguments)
 
-    contents = await asyncio.gather(*(content(call) for call in calls))
+    running = [asyncio.ensure_future(content(call)) for call in calls]
+    try:
+        contents = await asyncio.gather(*running)
+    finally:
+        for each in running:  # If one fails the episode is over, and so is what the others do.
+            each.cancel()
     return [
         {"role": "tool", "tool_call_id": call.id, "content": text}
         for call, text in zip(calls, contents, strict=True)
