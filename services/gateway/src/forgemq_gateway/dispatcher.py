@@ -1,7 +1,9 @@
 """Applies the effects of `core/attempts.py`: writes records and wakes the clients that wait."""
 
 import asyncio
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from functools import partial
+from typing import TypeAlias
 
 from forgemq_bus.errors import LogError
 from forgemq_contracts.completions import CancelledCompletion, RequestedCompletion
@@ -26,9 +28,12 @@ from forgemq_gateway.core.lane_results import LaneResult
 from forgemq_gateway.core.plans import Prepared
 from forgemq_gateway.core.turns import OpenTurn
 from forgemq_gateway.live_turns import LiveTurns
+from forgemq_gateway.task_start import start_task
 from forgemq_telemetry.traces import Headers, completion_trace
 
 Result = asyncio.Future[KnownCompletion]
+
+Write: TypeAlias = Callable[[], Coroutine[None, None, None]]
 
 
 class Dispatcher:
@@ -58,7 +63,11 @@ class Dispatcher:
         return self._result(turn)
 
     def join(self, episode: HeldEpisode, turn: OpenTurn, *, deadline_ms: int) -> Result:
-        """Let another client wait for a turn, whether or not it is open."""
+        """Let another client wait for a turn, whether or not it is open.
+
+        Raises:
+            RefusedError: 503, the gateway ends and writes no attempt any more.
+        """
         result = self._result(turn)
         at = self._clock.moment()
         self._start(self.attempts.join(episode, turn, deadline_ms=deadline_ms, at=at))
@@ -154,17 +163,17 @@ class Dispatcher:
     async def _write(self, effects: Effects) -> None:
         writes = self._apply(effects)
         if len(writes) == 1:  # Nearly always: no task for it.
-            await writes[0]
+            await writes[0]()
         else:
-            await asyncio.gather(*writes)
+            await asyncio.gather(*(write() for write in writes))
 
     def _start(self, effects: Effects) -> None:
         for write in self._apply(effects):
-            self._tasks.create_task(write)
+            start_task(self._tasks, write())
 
-    def _apply(self, effects: Effects) -> list[Coroutine[None, None, None]]:
+    def _apply(self, effects: Effects) -> list[Write]:
         """Wake the clients; returns what is to be written."""
-        writes: list[Coroutine[None, None, None]] = []
+        writes: list[Write] = []
         for effect in effects:
             match effect:
                 case SendAttempt(record):
@@ -172,10 +181,10 @@ class Dispatcher:
                     headers = self._traces.pop(record.request_id, trace)
                     if record.attempt:
                         self._telemetry.count("gateway.redispatched")
-                    writes.append(self._send(record, headers))
+                    writes.append(partial(self._send, record, headers))
                 case CancelAttempt(record):
                     self._telemetry.count("gateway.cancelled")
-                    writes.append(self._cancel(record))
+                    writes.append(partial(self._cancel, record))
                 case AnswerTurn(completion):
                     self._take_future(completion.request_id).set_result(completion)
                 case FailTurn(request_id, error):
