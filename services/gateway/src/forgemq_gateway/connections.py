@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from forgemq_gateway.core.held_bytes import HeldBytes, HeldPart
 from forgemq_gateway.joined_writes import JoinedWrites
+from forgemq_gateway.request_parser import RequestParser
 
 # Headers are one or two packets; a client that needs longer is gone or means harm.
 HEADERS_S = 20.0
@@ -85,6 +86,7 @@ class DeadlineConnection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **named: Any) -> None:  # noqa: ANN401 - uvicorn's
         super().__init__(*args, **named)
+        self.parser: RequestParser = RequestParser(self)
         self._deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
         self._seconds = self.headers_s
@@ -168,7 +170,9 @@ class DeadlineConnection(HttpToolsProtocol):
             self._wait(self.headers_s)
 
     def on_headers_complete(self) -> None:
-        """Begin to wait for the body."""
+        """Begin to wait for the body, unless the headers are read again without their offer."""
+        if self.parser.has_offer():
+            return
         self._wait(self.body_s)
         self._header_bytes = 0
         self._headers_read = len(self.headers)
@@ -178,6 +182,8 @@ class DeadlineConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is there; nothing is awaited from the client until it is answered."""
+        if self.parser.has_offer():
+            return
         self._complete()
         self._header_bytes = 0
         self._headers_read = _NO_BODY
