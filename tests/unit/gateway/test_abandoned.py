@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from forgemq_bus.errors import LogUnavailableError
+from forgemq_bus.errors import LogError, LogUnavailableError
 from forgemq_bus.log import Emit, Log
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
@@ -291,18 +291,23 @@ async def test_ticks_go_on_while_the_end_of_an_abandoned_episode_is_written(mode
     assert measured >= 0
 
 
+@pytest.mark.parametrize(
+    "error", [LogUnavailableError("no answer in 30 s"), LogError("an error of the broker's own")]
+)
 @pytest.mark.parametrize("then", ["abort", "reward", "lapse"])
-async def test_an_end_whose_answer_was_lost_is_the_episodes_end(model: Path, then: str) -> None:
-    """The broker has the record, and the gateway waited for its word in vain."""
+async def test_an_end_whose_answer_was_lost_is_the_episodes_end(
+    model: Path, then: str, error: LogError
+) -> None:
+    """The broker has the record, and the gateway does not hear so."""
     async with scene_of(model) as scene:
         episode = scene.episode(0, attempt=0)
         request = FinishRequest(result=msgspec.Raw(b'{"said":1}'))
 
         async def lose() -> None:
-            raise LogUnavailableError("no answer in 30 s")
+            raise error
 
         scene.after_end = lose
-        with pytest.raises(LogUnavailableError):
+        with pytest.raises(type(error)):
             await scene.operations.finish(episode.episode_id, request)
         scene.after_end = None
         if then == "abort":

@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from forgemq_bus.blobs import BlobStore
 from forgemq_bus.errors import AccessError, LogUnavailableError
 from forgemq_bus.log import Emit
 from forgemq_bus.memory import MemoryLog
@@ -140,6 +141,29 @@ async def test_a_group_that_the_log_does_not_take_is_503(model: Path) -> None:
     async with running(hindered(fail), configuration_of(model), lambda _: "yes") as (world, _):
         refused = await world.admin("POST", "/v1/groups", body)
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+
+
+async def test_what_a_blob_store_that_is_away_does_not_take_is_503_and_may_be_sent_again(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "blobs").touch()  # No folder, as when nothing is mounted there.
+    blobs = BlobStore(str(tmp_path / "blobs"), run="r")
+    store = MemoryLog(run="r", clock_ms=wall_ms, blobs=blobs, inline_bytes_max=10_000)
+    long = {"text": "x" * 20_000}
+    configuration = configuration_of(model)
+    async with running(store.open, configuration, lambda _: "yes") as (world, _):
+        body = {"domain": "shop", "idempotency_key": "long", "task": long}
+        asked = await world.admin("POST", "/v1/groups", body)
+        path = f"/v1/episodes/{(await world.episode())['episode_id']}/finish"
+        refused = await world.admin("POST", path, {"result": long})
+        (tmp_path / "blobs").unlink()
+        ended = await world.admin("POST", path, {"result": long})
+        asked_again = await world.admin("POST", "/v1/groups", body)
+    for each in (asked, refused):
+        assert each.status_code == 503
+        assert each.headers["retry-after"] == "5"
+        assert each.json()["error"]["type"] == "server_error"
+    assert (ended.status_code, asked_again.status_code) == (200, 200)
 
 
 @pytest.mark.parametrize("topic", [topics.OPENED_EPISODES, topics.DELIVERED_COMPLETIONS])

@@ -61,3 +61,6 @@ class ClosedError(LogError):
 
 FINAL_ERRORS = (AccessError, FencedError, ClosedError, PartitionCountError)
 """No later call can succeed, so the process must stop; any other error may be of one record."""
+
+UNSENT_ERRORS = (BlobError, RecordTooLargeError)
+"""Of a write: nothing was sent to the log. After any other error it may have the records."""

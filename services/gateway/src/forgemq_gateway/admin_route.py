@@ -8,7 +8,7 @@ import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.routing import APIRoute
 
-from forgemq_bus.errors import FINAL_ERRORS, LogUnavailableError
+from forgemq_bus.errors import FINAL_ERRORS, LogError
 from forgemq_contracts import admin_routes, lane_routes, openapi
 from forgemq_contracts.admin import (
     AbortRequest,
@@ -30,7 +30,13 @@ from forgemq_contracts.admin_routes import Route
 from forgemq_contracts.lane_routes import LaneAddition, LaneList, LaneStatus
 from forgemq_gateway.access import Access
 from forgemq_gateway.admin_input import body_of, query_of
-from forgemq_gateway.core.errors import MovedError, RefusedError, busy, ending, unknown
+from forgemq_gateway.core.errors import (
+    MovedError,
+    RefusedError,
+    ending,
+    log_refuses,
+    unknown,
+)
 from forgemq_gateway.lane_operations import LaneOperations
 from forgemq_gateway.operations import Operations
 from forgemq_gateway.wire import (
@@ -234,9 +240,9 @@ def _add_refusals(app: FastAPI) -> None:
         request.scope[_MOVED].append(error)
         return _refusal(error)
 
-    @app.exception_handler(LogUnavailableError)
-    async def unavailable(_: Request, __: Exception) -> Response:
-        return _refusal(busy("the log does not answer", status=503, retry_after_s=5))
+    @app.exception_handler(LogError)
+    async def not_written(_: Request, error: LogError) -> Response:
+        return _refusal(log_refuses(error))
 
     async def ended(_: Request, __: Exception) -> Response:
         return _refusal(ending())

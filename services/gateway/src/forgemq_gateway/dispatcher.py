@@ -201,13 +201,13 @@ class Dispatcher:
         try:
             if not await self._is_still_served(record.group_id):
                 return
-        except TimeoutError:
-            self._start(self.attempts.lose_attempt(record, log_refuses()))
+        except TimeoutError as late:
+            self._start(self.attempts.lose_attempt(record, log_refuses(late)))
             return
         error = await self._outbox.try_write(record, headers=headers)
         if error is not None:
             self._write_failed(record.request_id, error)
-            self._start(self.attempts.lose_attempt(record, log_refuses()))
+            self._start(self.attempts.lose_attempt(record, log_refuses(error)))
 
     async def _cancel(self, record: CancelledCompletion) -> None:
         """Write a cancellation; without it the lane works in vain up to the deadline."""

@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
-from forgemq_bus.errors import LogUnavailableError
+from forgemq_bus.errors import FINAL_ERRORS, LogError
 from forgemq_contracts.groups import RequestedGroup
 from forgemq_contracts.partitions import live_group_id
 from forgemq_gateway.access import Access
@@ -187,8 +187,10 @@ class LiveTraffic:
             if request is not None:
                 await self._request(request)
             return await self._open(group_id, caller)
-        except LogUnavailableError as error:
-            raise log_refuses() from error
+        except FINAL_ERRORS:
+            raise
+        except LogError as error:
+            raise log_refuses(error) from error
         finally:
             del self._taken[group_id]
 

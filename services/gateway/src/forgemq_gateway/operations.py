@@ -6,7 +6,7 @@ from weakref import WeakValueDictionary
 import msgspec
 from msgspec import Raw, UnsetType
 
-from forgemq_bus.errors import LogUnavailableError
+from forgemq_bus.errors import UNSENT_ERRORS, LogError
 from forgemq_contracts.admin import (
     RESULTS_MAX,
     AbortRequest,
@@ -345,8 +345,9 @@ class Operations:
     ) -> None:
         try:
             await self._outbox.promise(record, tenure=tenure)
-        except (LogUnavailableError, asyncio.CancelledError):
-            episode.given = record
+        except (LogError, asyncio.CancelledError) as error:
+            if not isinstance(error, UNSENT_ERRORS):
+                episode.given = record
             raise
 
     async def _final_record(self, episode: HeldEpisode, ending: Ending) -> FinishedEpisode:

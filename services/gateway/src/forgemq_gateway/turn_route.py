@@ -310,10 +310,10 @@ class TurnRoute:
             await client.write(data, record, request_id=completions[0].request_id)
         except FINAL_ERRORS:
             raise
-        except LogError:
+        except LogError as error:
             if client.has_end_begun:
                 raise  # No event can follow: its connection is closed.
-            await client.refuse(log_refuses())
+            await client.refuse(log_refuses(error))
 
     async def _written(self, client: Client, completions: Sequence[KnownCompletion]) -> bytes:
         """The answer in the client's protocol; one with many log-probabilities beside the loop."""

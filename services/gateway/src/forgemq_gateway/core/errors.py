@@ -147,9 +147,11 @@ def busy(
     return RefusedError(message, status=status, kind=kind, retry_after_s=retry_after_s, limit=limit)
 
 
-def log_refuses() -> RefusedError:
-    """503: a record that this request needs is not on the log."""
-    return busy("the log takes no record at the moment", status=503, retry_after_s=5)
+def log_refuses(error: Exception) -> RefusedError:
+    """503: a record that this request needs is not on the log; names the kind of its error."""
+    # Not its text: that has addresses, of which clients are to know none.
+    kind = type(error).__name__
+    return busy(f"the log takes no record at the moment: {kind}", status=503, retry_after_s=5)
 
 
 def ending() -> RefusedError:
