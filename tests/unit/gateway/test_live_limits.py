@@ -5,8 +5,12 @@ from pathlib import Path
 
 import msgspec
 
+from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
-from tests.unit.gateway.test_live import LIVE, live, user
+from forgemq_gateway.core.live import SESSION_HEADER
+from tests.unit.gateway.scripted_lane import wall_ms
+from tests.unit.gateway.test_live import LIVE, Caller, configured, live, user
+from tests.unit.gateway.world import running
 
 
 async def test_a_key_has_so_many_conversations_open_and_no_more(model: Path) -> None:
@@ -36,3 +40,18 @@ async def test_a_request_that_is_refused_leaves_its_episode_to_the_next_conversa
         records = await caller.world.records(topics.OPENED_EPISODES)
     assert (len({episode for episode, _ in together}), again.status_code) == (2, 429)
     assert len({record.episode_id for record in records}) == 2
+
+
+async def test_requests_of_one_session_are_held_together_while_nobody_admits_its_group(
+    model: Path,
+) -> None:
+    store = MemoryLog(run="r", clock_ms=wall_ms)
+    async with running(store.open, configured(model), lambda _: "yes") as (world, _):
+        caller, now_s = Caller(world), asyncio.get_running_loop().time
+        began_s = now_s()
+        headers = {SESSION_HEADER: "one"}
+        asking = [caller.post([user("hello")], headers=headers) for _ in range(6)]
+        answers = await asyncio.gather(*asking)
+        held_s = now_s() - began_s
+    assert [answer.status_code for answer in answers] == [503] * 6
+    assert world.settings.lane_hold_s <= held_s < 2 * world.settings.lane_hold_s

@@ -20,9 +20,16 @@ from forgemq_gateway.body_memory import BodyMemory
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.choices import check_choices
 from forgemq_gateway.core.episodes import HeldEpisode
-from forgemq_gateway.core.errors import CONTEXT_FULL_CODE, MovedError, busy, log_refuses
+from forgemq_gateway.core.errors import (
+    CONTEXT_FULL_CODE,
+    MovedError,
+    RefusedError,
+    busy,
+    log_refuses,
+)
 from forgemq_gateway.core.group import Group
 from forgemq_gateway.core.live import LiveCaller, OpenConversations, continued, live_task
+from forgemq_gateway.holding import Hold
 from forgemq_gateway.large_work import LargeWork
 from forgemq_gateway.openings import FreeEpisode, Openings
 from forgemq_gateway.settings import body_bytes_max
@@ -58,6 +65,7 @@ class LiveTraffic:
         self._memory = memory
         self._configuration = context.configuration
         self._settings = context.settings
+        self._hold = Hold(context.settings.lane_hold_s, clock=context.clock)
         self._gateways = context.gateways
         self._registry = context.registry
         self._outbox = context.outbox
@@ -92,7 +100,7 @@ class LiveTraffic:
         """
         self._access.check_here(caller.home)
         if caller.session:
-            episode = await self._of_session(caller)
+            episode = await self._of_session(caller, scope)
             with self._routed(episode):
                 await route(scope, receive, _named(send, episode), episode)
             return
@@ -115,11 +123,20 @@ class LiveTraffic:
             error.body = body if error.body is None else error.body
             raise
 
-    async def _of_session(self, caller: LiveCaller) -> HeldEpisode:
+    async def _of_session(self, caller: LiveCaller, scope: Scope) -> HeldEpisode:
         """The open episode of the session; its first requests may come at once, and open one."""
-        async with self._sessions.setdefault(caller.home, asyncio.Lock()):
+        alone = self._sessions.setdefault(caller.home, asyncio.Lock())
+        with self._hold.waiting(scope) as left_s:
+            try:
+                async with asyncio.timeout(left_s):
+                    await alone.acquire()
+            except TimeoutError:
+                raise _not_admitted() from None
+        try:
             found = next(self._open_episodes(caller), None)
-            return found or await self._opened(caller)
+            return found or await self._opened(caller, scope)
+        finally:
+            alone.release()
 
     async def _of_body(
         self, caller: LiveCaller, body: bytes, scope: Scope, protocol: WireProtocol
@@ -131,7 +148,7 @@ class LiveTraffic:
         # Anew: others may have opened or ended meanwhile.
         episodes = list(self._open_episodes(caller))
         found = continued(request, episodes, headers=headers_of(scope))
-        return found or self._unused(caller) or await self._opened(caller)
+        return found or self._unused(caller) or await self._opened(caller, scope)
 
     @contextmanager
     def _routed(self, episode: HeldEpisode) -> Iterator[None]:
@@ -171,7 +188,7 @@ class LiveTraffic:
     def _is_here(self, group: Group) -> bool:
         return self._gateways.serves(group.facts.group_id)
 
-    async def _opened(self, caller: LiveCaller) -> HeldEpisode:
+    async def _opened(self, caller: LiveCaller, scope: Scope) -> HeldEpisode:
         """A new episode of this caller.
 
         Raises:
@@ -186,7 +203,7 @@ class LiveTraffic:
         try:
             if request is not None:
                 await self._request(request)
-            return await self._open(group_id, caller)
+            return await self._open(group_id, caller, scope)
         except FINAL_ERRORS:
             raise
         except LogError as error:
@@ -194,8 +211,8 @@ class LiveTraffic:
         finally:
             del self._taken[group_id]
 
-    async def _open(self, group_id: str, caller: LiveCaller) -> HeldEpisode:
-        free = FreeEpisode(await self._admitted(group_id), 0, 0)
+    async def _open(self, group_id: str, caller: LiveCaller, scope: Scope) -> HeldEpisode:
+        free = FreeEpisode(await self._admitted(group_id, scope), 0, 0)
         record, _ = await self._openings.open(
             free, lease_s=caller.policy.idle_s, session=caller.session
         )
@@ -272,7 +289,7 @@ class LiveTraffic:
         await self._outbox.promise(record, tenure=self._access.tenure(record.group_id))
         self._registry.apply_requested_group(record)
 
-    async def _admitted(self, group_id: str) -> Group:
+    async def _admitted(self, group_id: str, scope: Scope) -> Group:
         """The group, once the scheduler has admitted it: at once, if an engine serves."""
 
         def look() -> Group | None:
@@ -280,11 +297,15 @@ class LiveTraffic:
             group = self._registry.groups.get(group_id)
             return group if group is not None and group.state == "admitted" else None
 
-        hold_s = self._settings.lane_hold_s
-        group = await self._changed.until(look, group_id=group_id, timeout_s=hold_s)
+        with self._hold.waiting(scope) as left_s:
+            group = await self._changed.until(look, group_id=group_id, timeout_s=left_s)
         if group is None:
-            raise busy("no engine serves at the moment: ask again", status=503)
+            raise _not_admitted()
         return group
+
+
+def _not_admitted() -> RefusedError:
+    return busy("no engine serves at the moment: ask again", status=503)
 
 
 def _named(send: Send, episode: HeldEpisode) -> Send:
