@@ -1,11 +1,25 @@
 """The tokens of a turn that is sampled, from chunks in any order."""
 
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forgemq_contracts.arrays import pack_ids
 from forgemq_contracts.completions import SampledChunk
+from forgemq_gateway.client import Client
+from forgemq_gateway.clock import Clock
+from forgemq_gateway.composer import Composer
+from forgemq_gateway.core.episodes import HeldEpisode
+from forgemq_gateway.live_answers import LiveAnswer
 from forgemq_gateway.live_turns import LiveTurns
+from forgemq_gateway.protocols.chat_body import request_of
+from forgemq_gateway.protocols.chat_completions import ChatCompletions
+from forgemq_rendering import Rendering
+from tests.simulation.attempts_records import opened_episode, prepared_turn
 
 ATTEMPTS = (list(range(100, 110)), list(range(200, 207)))
 CHUNKS = st.lists(
@@ -39,3 +53,47 @@ async def test_the_output_is_what_is_known_of_the_newest_attempt_without_a_gap(
             assert news.done() == (turn.output not in (before, b""))
     with turns.watch("r" * 32) as turn:
         assert turn.output == b""
+
+
+async def test_tokens_that_come_while_others_are_written_do_not_wait_for_the_next(
+    model: Path,
+) -> None:
+    rendering = Rendering.load(str(model))
+    episode = HeldEpisode(opened_episode("g-1"), lease_until_s=0.0)
+    turn = episode.begin("body", matched=None, requested_ms=0, deadline_ms=1)
+    turn.prepared = prepared_turn(turn, parent=None)
+    body = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
+    request = request_of(json.dumps(body).encode())
+    turns, sent, protocol = LiveTurns(), list[bytes](), ChatCompletions()
+
+    def tell(text: str) -> None:
+        tokens = pack_ids(rendering.encode(text))
+        turns.take(
+            SampledChunk(
+                request_id=turn.request_id, attempt=0, group_id="g-1", start=0, tokens=tokens
+            )
+        )
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+        tell("good day, fox")
+
+    client = Client(
+        protocol=protocol,
+        request=request,
+        send=send,
+        leaving=asyncio.get_running_loop().create_future(),
+        stream=protocol.stream(request),
+    )
+    with turns.watch(turn.request_id) as heard:
+        answer = LiveAnswer(
+            client,
+            turn,
+            heard,
+            episode=episode,
+            composer=Composer({"append_only": rendering}, context_tokens_max=4096),
+            clock=Clock(),
+        )
+        tell("good day")
+        assert await answer.write_news()
+    assert b"fox" in b"".join(sent)

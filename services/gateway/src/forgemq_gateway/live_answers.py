@@ -49,15 +49,19 @@ class LiveAnswer:
         return self._heard.news
 
     async def write_news(self) -> bool:
-        """Write what is settled by the tokens that came, if it goes on from what was written.
+        """Write what is settled by the tokens that came, those that come meanwhile included.
 
         Returns:
             Whether the client got anything: of a call, for one, nothing is settled.
         """
-        output = self._heard.output
-        if output == self._read:
-            return False
-        self._read = output
+        has_written = False
+        while (output := self._heard.output) != self._read:
+            self._read = output
+            has_written |= await self._write_settled(output)
+        return has_written
+
+    async def _write_settled(self, output: bytes) -> bool:
+        """Write what these tokens settle, if it goes on from what was written."""
         reply = await self._composer.settled(output, turn=self._turn, episode=self._episode)
         written = self._client.written
         if reply == written or not continues(reply, written):
