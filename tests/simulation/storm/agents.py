@@ -234,7 +234,7 @@ class Agents:
     async def _claim(self, gateway: StormGateway, group_id: str) -> Claim | None:
         group = gateway.registry.groups.get(group_id)
         was_closed = group is not None and bool(group.closed)
-        claim = await gateway.operations.claim(group_id, wait_s=3)
+        claim = await gateway.operations.claim(group_id, wait_s=3, has_left=lambda: False)
         if claim is not None:
             assert not was_closed, f"{claim.episode_id} is claimed of a closed group"
             self.heard.claims[claim.episode_id].append(gateway)

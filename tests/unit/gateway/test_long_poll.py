@@ -99,4 +99,19 @@ async def test_an_episode_whose_claim_could_not_be_written_goes_to_the_next_that
         may_fail.set()
         async with asyncio.timeout(5):
             answers = [(await each).status_code for each in (failing, waiting)]
-    assert answers == [500, 200]
+    assert answers == [503, 200]
+
+
+async def test_no_episode_is_opened_for_an_agent_that_left_while_it_waited(model: Path) -> None:
+    async with running(log_store(), configuration_of(model), yes) as (world, _):
+        group = (await world.admin("POST", "/v1/groups", GROUP)).json()["group_id"]
+        waiting = [asyncio.create_task(world.claim(group, wait_s=20)) for _ in range(2)]
+        await asyncio.sleep(0.2)
+        for agent in waiting:
+            agent.cancel()
+        await asyncio.wait(waiting)
+        await world.admit(group)
+        claims = [await world.claim(group) for _ in range(2)]
+        opened = await world.records(topics.OPENED_EPISODES)
+    assert sorted((claim["index"], claim["attempt"]) for claim in claims) == [(0, 0), (1, 0)]
+    assert len(opened) == 2

@@ -105,13 +105,13 @@ async def test_what_a_fenced_gateway_decides_is_not_written_before_it_knows_who_
         scene.operations.public_url = "http://here"
         scene.context.registry.apply_admitted_group(record := admitted(0))
         group = record.group_id
-        first = await scene.operations.claim(group, wait_s=0)
+        first = await scene.operations.claim(group, wait_s=0, has_left=lambda: False)
         await owners_of(scene.log).take_over({0, 1, 2})
         await (await scene.log.transaction_writer(writer_of("http://here#1"))).close()
         places = partitions_of(topics.OPENED_EPISODES, scene.context.configuration)
         before = await scene.log.end_positions(places)
         with pytest.raises(LogUnavailableError, match="reads the log too late"):
-            await scene.operations.claim(group, wait_s=0)
+            await scene.operations.claim(group, wait_s=0, has_left=lambda: False)
         assert first is not None
         with pytest.raises(LogUnavailableError, match="reads the log too late"):
             await scene.operations.finish(first.episode_id, FinishRequest())

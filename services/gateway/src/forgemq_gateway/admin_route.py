@@ -30,6 +30,7 @@ from forgemq_contracts.admin_routes import Route
 from forgemq_contracts.lane_routes import LaneAddition, LaneList, LaneStatus
 from forgemq_gateway.access import Access
 from forgemq_gateway.admin_input import body_of, query_of
+from forgemq_gateway.connections import LEFT
 from forgemq_gateway.core.errors import (
     MovedError,
     RefusedError,
@@ -140,9 +141,12 @@ def _add_groups(app: FastAPI, operations: Operations) -> None:
 
     @_serve(app, admin_routes.CLAIM_EPISODE)
     async def claim_episode(
-        group_id: str, asked: Annotated[ClaimRequest, Depends(body_of(ClaimRequest))]
+        group_id: str,
+        asked: Annotated[ClaimRequest, Depends(body_of(ClaimRequest))],
+        request: Request,
     ) -> Claim | None:
-        return await operations.claim(group_id, wait_s=asked.wait_s)
+        has_left = request.scope[LEFT].done
+        return await operations.claim(group_id, wait_s=asked.wait_s, has_left=has_left)
 
     @_serve(app, admin_routes.READ_RUN)
     async def read_run() -> RunStatus:

@@ -8,7 +8,7 @@ all.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from msgspec import Struct
@@ -18,7 +18,7 @@ from forgemq_gateway.clock import Clock
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.known_completion import KnownCompletion
 from forgemq_gateway.outbox import Outbox
-from forgemq_gateway.wire import ClientGoneError
+from forgemq_gateway.wire import ClientGoneError, HasLeft
 
 
 class Delivery(Struct):
@@ -46,7 +46,7 @@ class Deliveries:
         episode: HeldEpisode,
         completions: Sequence[KnownCompletion],
         *,
-        has_left: Callable[[], bool],
+        has_left: HasLeft,
     ) -> None:
         """Write a record for each completion, once; afterwards the last byte may be sent.
 

@@ -36,6 +36,7 @@ from forgemq_gateway.core.repeated import check_new, first_task, known_group
 from forgemq_gateway.core.supervised_groups import check_trains
 from forgemq_gateway.dispatcher import Dispatcher
 from forgemq_gateway.openings import FreeEpisode, Openings
+from forgemq_gateway.wire import ClientGoneError, HasLeft
 
 # Found by a claim if every episode of the group has ended, or this gateway is about to end.
 _OVER, _ENDING = "over", "ending"
@@ -185,33 +186,36 @@ class Operations:
             is_news = view.state != before or view.state == "retired"
             return view if is_news or self._is_ending else None
 
-        changed = await self._changed.until(look, group_id=group_id, timeout_s=self._wait_s(wait_s))
+        changed = await self._changed.until(
+            look, group_id=group_id, timeout_s=min(wait_s, self._settings.long_poll_s_max)
+        )
         return changed or self.group(group_id)
 
-    async def claim(self, group_id: str, *, wait_s: float) -> Claim | None:
+    async def claim(self, group_id: str, *, wait_s: float, has_left: HasLeft) -> Claim | None:
         """Open an episode of the group for this agent; None if none is free.
 
         Raises:
             RefusedError: 404 unknown group, 410 group over.
+            ClientGoneError: the agent `has_left` while it waited; nothing is opened.
         """
         self.group(group_id)
 
         def look() -> FreeEpisode | str | None:
             self._access.check_here(group_id)
             group = self._registry.groups.get(group_id)
-            if group is None:
+            if group is None or len(group.finished) >= group.facts.group_size:
                 return _OVER
             free = group.claimable()
             if free is not None:
                 return FreeEpisode(group, *free)
-            if len(group.finished) >= group.facts.group_size:
-                return _OVER
             return _ENDING if self._is_ending else None
 
         found: FreeEpisode | str | None = await self._changed.until(
-            look, group_id=group_id, timeout_s=self._wait_s(wait_s)
+            look, group_id=group_id, timeout_s=min(wait_s, self._settings.long_poll_s_max)
         )
         if isinstance(found, FreeEpisode):
+            if has_left():
+                raise ClientGoneError
             return await self._open(found)
         if found == _OVER:
             raise gone(f"group {group_id} is over")
@@ -329,7 +333,7 @@ class Operations:
         before, episode.state = episode.state, "finishing"
         try:
             record = episode.given or await self._final_record(episode, ending)
-            await self._write_final(episode, record, tenure=tenure)
+            await self._write_end(episode, record, tenure)
         except BaseException:
             # Also on a cancellation: while it is finishing, no other end could follow.
             episode.state = before
@@ -340,9 +344,7 @@ class Operations:
         self._changed.notify(group_id)
         self._telemetry.count("gateway.episodes_finished", status=record.status)
 
-    async def _write_final(
-        self, episode: HeldEpisode, record: FinishedEpisode, *, tenure: int
-    ) -> None:
+    async def _write_end(self, episode: HeldEpisode, record: FinishedEpisode, tenure: int) -> None:
         try:
             await self._outbox.promise(record, tenure=tenure)
         except (LogError, asyncio.CancelledError) as error:
@@ -395,6 +397,3 @@ class Operations:
         known = self._registry.results.get(domain)
         found = () if known is None else known.after(after, count_max=RESULTS_MAX)
         return DomainResults(results=tuple(found))
-
-    def _wait_s(self, wait_s: float) -> float:
-        return min(max(wait_s, 0.0), self._settings.long_poll_s_max)

@@ -11,6 +11,9 @@ Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+HasLeft: TypeAlias = Callable[[], bool]
+"""Whether the client of a request has closed its connection."""
+
 # Beside what ASGI puts into a scope.
 _READ_HEADERS = "forgemq.headers"
 
