@@ -14,6 +14,7 @@ from forgemq_contracts.journal import JournalledBatch, JournalPosition
 from forgemq_contracts.messages import Core, Output
 from forgemq_shell.batch import digest
 from forgemq_shell.journal import read_batch, snapshot_headers
+from forgemq_shell.patience import patiently
 from forgemq_shell.recall import oldest_named, positions_needed
 from forgemq_shell.records import emit_of
 from forgemq_shell.restore import KeptSnapshot, Restored
@@ -95,10 +96,11 @@ class Snapshots:
         ends = await self._log.end_positions([journal], isolation="uncommitted")
         self._written_at = ends[journal]
         output = Output(topic=journal.topic, partition=journal.partition, record=batch)
-        await writer.commit(
-            outputs=[emit_of(output, headers=snapshot_headers(batch.sequence))],
-            group=plan.positions_group,
-            positions={journal: self.journal_start},
+        emit = emit_of(output, headers=snapshot_headers(batch.sequence))
+        positions = {journal: self.journal_start}
+        await patiently(
+            lambda: writer.commit(outputs=[emit], group=plan.positions_group, positions=positions),
+            telemetry=self._telemetry,
         )
         self._written_s, self.batches_since, self._wants_one = self._clock_s(), 0, False
         self._telemetry.count("transform.snapshots")

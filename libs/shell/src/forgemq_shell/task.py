@@ -18,6 +18,7 @@ from forgemq_shell.bad_record_limit import BadRecordLimit
 from forgemq_shell.batch import BadRecord, Batch, stamped
 from forgemq_shell.interruption import Turns, ends_before
 from forgemq_shell.journal import JournalError
+from forgemq_shell.patience import patiently
 from forgemq_shell.records import emit_of
 from forgemq_shell.restore import DivergedError, NewerLogicError, restore
 from forgemq_shell.snapshots import Snapshots
@@ -193,10 +194,13 @@ class TransformTask:
         room_bytes = settings.batch_bytes_max - sum(len(record.value) for record in behind)
         if room <= 0 or room_bytes <= 0:
             return []
-        return await reader.read(
-            timeout_s=timeout_s,
-            records_max=min(room, settings.read_records_max),
-            bytes_max=min(room_bytes, READ_BYTES_MAX),
+        return await patiently(
+            lambda: reader.read(
+                timeout_s=timeout_s,
+                records_max=min(room, settings.read_records_max),
+                bytes_max=min(room_bytes, READ_BYTES_MAX),
+            ),
+            telemetry=self._telemetry,
         )
 
     def _tick_when_due(self, batch: Batch) -> None:
@@ -248,13 +252,14 @@ class TransformTask:
     async def _commit(self, batch: Batch, writer: TransactionWriter) -> None:
         plan, began_s = self._plan, self._clock_s()
         self._positions |= batch.positions
-        await writer.commit(
-            outputs=[
-                *stamped(batch.emits, task=plan.transactional_id, sequence=self._sequence),
-                self._journal_emit(batch),
-            ],
-            group=plan.positions_group,
-            positions={**batch.positions, plan.journal: self._snapshots.journal_start},
+        outputs = [
+            *stamped(batch.emits, task=plan.transactional_id, sequence=self._sequence),
+            self._journal_emit(batch),
+        ]
+        positions = {**batch.positions, plan.journal: self._snapshots.journal_start}
+        await patiently(
+            lambda: writer.commit(outputs=outputs, group=plan.positions_group, positions=positions),
+            telemetry=self._telemetry,
         )
         self._sequence += 1
         self._snapshots.count_batch()

@@ -1,0 +1,43 @@
+"""Lets a service wait while its blob store does not answer, as it waits for its broker."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from forgemq_bus.errors import BlobError, LostBlobError
+from forgemq_telemetry.telemetry import Telemetry
+
+Result = TypeVar("Result")
+
+PATIENCE_S = 30.0
+"""As long as a call to the broker is tried; an outage that is longer ends the process."""
+
+_RETRY_S = 0.5
+"""Between two tries: an object store's own client has repeated its request by then."""
+
+
+async def patiently(call: Callable[[], Awaitable[Result]], *, telemetry: Telemetry) -> Result:
+    """What the call returns, which is repeated while the blob store does not answer.
+
+    Args:
+        call: Reads, or writes in one call: a write sends nothing to the broker before its values
+            are in the blob store.
+        telemetry: Gets one event, `blob_store_silent`, for each time that it is waited for.
+
+    Raises:
+        BlobError: the store has not answered for `PATIENCE_S`, or the blob is lost.
+    """
+    now_s = asyncio.get_running_loop().time
+    until_s: float | None = None
+    while True:
+        try:
+            return await call()
+        except LostBlobError:
+            raise
+        except BlobError as error:
+            if until_s is None:
+                until_s = now_s() + PATIENCE_S
+                telemetry.event("blob_store_silent", error=str(error), limit_s=PATIENCE_S)
+            elif now_s() >= until_s:
+                raise
+        await asyncio.sleep(_RETRY_S)

@@ -1,0 +1,73 @@
+"""A blob store that does not answer for a while costs a service that time, and no more."""
+
+import asyncio
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.errors import BlobError, LostBlobError
+from forgemq_contracts.fields import BlobReference
+from forgemq_shell.patience import PATIENCE_S, patiently
+from forgemq_telemetry.telemetry import Telemetry
+from tests.unit.shell.task_world import MERGED, World
+
+
+class Blobs(BlobStore):
+    """A store that may not answer one kind of request."""
+
+    unanswered = ""
+
+    async def put(self, data: bytes) -> BlobReference:
+        if self.unanswered == "put":
+            raise BlobError("no answer")
+        return await super().put(data)
+
+    async def get(self, reference: BlobReference) -> bytes:
+        if self.unanswered == "get":
+            raise BlobError("no answer")
+        return await super().get(reference)
+
+
+@pytest.mark.parametrize("unanswered", ["get", "put"])
+async def test_a_task_goes_on_when_its_blob_store_answers_again(
+    tmp_path: Path, unanswered: str
+) -> None:
+    blobs = Blobs(str(tmp_path), run="r")
+    world = World(blobs=blobs, inline_bytes_max=1)  # Every value lies there.
+    await world.open()
+    await world.score("g-0", "g-1")
+    blobs.unanswered = unanswered
+    async with world.task():
+        await asyncio.sleep(3.0)
+        merged_meanwhile = world.log_size(MERGED)
+        blobs.unanswered = ""
+        await world.until_merged(2)
+    (silent,) = world.events("blob_store_silent")
+    assert (merged_meanwhile, silent["limit_s"]) == (0, PATIENCE_S)
+    assert "no answer" in silent["error"]
+    assert await world.merged() == [("g-0", 1), ("g-1", 2)]
+    await world.log.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "took_s"), [(BlobError("no answer"), PATIENCE_S), (LostBlobError("gone"), 0.0)]
+)
+async def test_a_store_that_stays_silent_ends_the_wait_and_a_lost_blob_begins_none(
+    error: BlobError, took_s: float
+) -> None:
+    lines, now_s = io.StringIO(), asyncio.get_running_loop().time
+    tries: list[float] = []
+
+    async def read() -> None:
+        tries.append(now_s())
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        await patiently(read, telemetry=Telemetry(service="merger", stream=lines))
+    events = [json.loads(line)["event"] for line in lines.getvalue().splitlines()]
+    assert raised.value is error
+    assert tries[-1] - tries[0] == pytest.approx(took_s, abs=1.0)
+    assert events == (["blob_store_silent"] if took_s else [])
