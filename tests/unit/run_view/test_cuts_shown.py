@@ -82,6 +82,19 @@ def test_a_compaction_that_no_agent_named_shows_what_the_policy_saw_after_it():
     assert "fork: side_request\n" in shown(other)
 
 
+def test_a_turn_is_shown_whose_cut_context_goes_on_from_what_is_trimmed():
+    """Trimming ends anywhere in a group; the page of such a group was an error."""
+    _, first, _ = cut_records()
+    messages, _, second = cut_records(cuts=(named(first),), fork_reason="compaction")
+    told = shown(messages[1:])
+    assert "? tokens -> ?; the beginning of what the policy saw is trimmed, the rest is:" in told
+    found = group_view("g-0", messages[1:], episode_id=None, token_text=str, episodes_max=8)
+    assert found.episode is not None
+    (turn,) = found.episode.turns
+    assert turn.seen == ()
+    assert [token.id for token in turn.context] == list(unpack_ids(second.context))
+
+
 def test_the_console_serves_the_cut_and_the_tokens_that_followed():
     _, first, _ = cut_records()
     messages, first, second = cut_records(cuts=(named(first),), fork_reason="compaction")

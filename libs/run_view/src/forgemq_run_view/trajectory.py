@@ -55,7 +55,10 @@ class TrajectoryTurn(Struct, frozen=True, kw_only=True):
     cuts: tuple[CutView, ...] = ()
     seen: Annotated[
         tuple[int, ...],
-        Meta(description="The whole context, if it was cut before this turn; else empty."),
+        Meta(
+            description="The whole context, if it was cut before this turn and the log still has "
+            "all that it goes on from; else empty."
+        ),
     ] = ()
 
 
@@ -207,8 +210,18 @@ def _turn(
         reward=reward,
         fork_reason=turn.fork_reason,
         cuts=tuple(_cut(each, completions) for each in turn.cuts),
-        seen=tuple(unpack_ids(context_bytes(completion, completions))) if is_cut else (),
+        seen=_whole_context(completion, completions) if is_cut else (),
     )
+
+
+def _whole_context(
+    completion: FinishedCompletion, completions: Mapping[str, FinishedCompletion]
+) -> tuple[int, ...]:
+    """All tokens of the context; () if a completion that it goes on from is trimmed."""
+    try:
+        return tuple(unpack_ids(context_bytes(completion, completions)))
+    except KeyError:
+        return ()
 
 
 def _cut(cut: ContextCut, completions: Mapping[str, FinishedCompletion]) -> CutView:

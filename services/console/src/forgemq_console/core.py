@@ -49,7 +49,10 @@ class TurnView(Struct, frozen=True, kw_only=True):
     cuts: tuple[CutView, ...] = ()
     seen: Annotated[
         tuple[Token, ...],
-        Meta(description="The whole context, if it was cut before this turn; else empty."),
+        Meta(
+            description="The whole context, if it was cut before this turn and the log still has "
+            "all that it goes on from; else empty."
+        ),
     ] = ()
 
 

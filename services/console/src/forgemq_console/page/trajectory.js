@@ -88,7 +88,7 @@ function cutText(cut, tokensAfter) {
   const by = cut.after_id ? cut.after_id.slice(0, 8) : "a turn that is not named";
   const who = cut.form === "tool" ? `called by ${by}` : `a rule, after ${by}`;
   const wrote = cut.is_written ? ", which wrote what is kept" : "";
-  return `context cut by ${cut.function} ${cut.parameters} (${who}${wrote}): ${cut.tokens_before ?? "?"} tokens \u2192 ${tokensAfter}`;
+  return `context cut by ${cut.function} ${cut.parameters} (${who}${wrote}): ${cut.tokens_before ?? "?"} tokens \u2192 ${tokensAfter || "?"}`;
 }
 
 function tokenOf(token, isSampled) {

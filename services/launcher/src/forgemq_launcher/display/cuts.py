@@ -18,7 +18,12 @@ def _line(cut: CutView, *, tokens_after: int) -> str:
     who = f"called by {by}" if cut.form == "tool" else f"a rule, after {by}"
     wrote = ", which wrote what is kept" if cut.is_written else ""
     before = "?" if cut.tokens_before is None else cut.tokens_before
+    after = (
+        f"{tokens_after}; the policy saw from here on:"
+        if tokens_after
+        else "?; the beginning of what the policy saw is trimmed, the rest is:"
+    )
     return (
         f"context cut by {cut.function} {cut.parameters} ({who}{wrote}): "
-        f"{before} tokens -> {tokens_after}; the policy saw from here on:"
+        f"{before} tokens -> {after}"
     )
