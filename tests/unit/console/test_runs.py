@@ -1,7 +1,9 @@
 """The runs of a broker on the console: listed, opened, and two of them compared."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from typing import Any, cast
 
 import httpx
 import jsonschema
@@ -28,6 +30,22 @@ from tests.unit.run_view.synthetic import SyntheticRun, started
 HELD = tuple(NamedValue(name=f"G{n}", value=1.0) for n in range(1, 6))
 GONE = "deleted"
 SHUT = "of-others"
+
+
+class Remote:
+    """A log whose answers take time, as those over a network do."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        call = getattr(self._log, name)
+
+        async def answer(*given: object, **named: object) -> Any:
+            await asyncio.sleep(0)
+            return await call(*given, **named)
+
+        return answer
 
 
 class Runs:
@@ -68,7 +86,11 @@ class Runs:
         if begun.run in self.failures:
             raise self.failures[begun.run]
         self.opened.append(begun.run)
-        return self.shared.open(run=begun.run)
+        return cast("Log", Remote(self.shared.open(run=begun.run)))
+
+    async def look(self, run: str) -> None:
+        async with self.runs.opened(run):
+            pass
 
     async def _present(self) -> Collection[str]:
         return self.present
@@ -186,13 +208,26 @@ async def test_the_run_that_nobody_looked_at_for_longest_is_closed_for_the_next(
     names = [f"run-{n}" for n in range(OPEN_MAX)]
     for name in names:
         await broker.add(name, steps=1, at_ms=7)
-        await broker.runs.opened(name)
-    await broker.runs.opened(names[0])
-    await broker.runs.opened("first")
-    await broker.runs.opened(names[0])
+        await broker.look(name)
+    await broker.look(names[0])
+    await broker.look("first")
+    await broker.look(names[0])
     assert broker.opened == [*names, "first"]
-    await broker.runs.opened(names[1])
+    await broker.look(names[1])
     assert broker.opened == [*names, "first", names[1]]
+
+
+@pytest.mark.slow
+async def test_more_runs_than_stay_open_are_all_shown_at_the_same_time(broker: Runs) -> None:
+    """One that is closed for another is not closed while somebody reads it."""
+    names = [f"run-{n}" for n in range(OPEN_MAX + 2)]
+    for name in names:
+        await broker.add(name, steps=1, at_ms=7)
+    paths = [f"/api/runs/{name}/compared" for name in names]
+    paths += [f"/runs/{name}/api/groups/g-0" for name in names]
+    async with broker.client() as http:
+        answers = await asyncio.gather(*map(http.get, paths))
+    assert [(each.status_code, each.text) for each in answers if each.status_code != 200] == []
 
 
 async def test_every_page_loads_what_it_names_and_nothing_from_elsewhere(broker: Runs) -> None:

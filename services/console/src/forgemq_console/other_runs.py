@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ class Broker(NamedTuple):
 class OpenRun:
     """A run that is read from its log whenever somebody asks.
 
-    Lifecycle: `read_on` before each look at `view`; `close` at the end.
+    Lifecycle: `read_on` before each look at `view`; `close` at the end, once `uses` is 0.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class OpenRun:
         )
         self.view = self._reader.view
         self.left_out = ""
+        self.uses = 0
 
     async def read_on(self) -> None:
         """Take in what is new on the log."""
@@ -99,8 +101,8 @@ class OpenRun:
 class OtherRuns:
     """Every run of the broker, opened when somebody looks at it.
 
-    Lifecycle: any call until `close`. At most `OPEN_MAX` runs stay open: the one that nobody has
-    looked at for longest is closed for the next.
+    Lifecycle: any call until `close`. At most `OPEN_MAX` runs stay open while nobody looks: the one
+    that nobody has looked at for longest is closed for the next, after all who look at it now.
 
     Args:
         log: Any log of the broker, for the topics that all runs share.
@@ -130,8 +132,9 @@ class OtherRuns:
         announced = await announced_runs(self._log)
         return tuple(_row(each) for each in announced if each.started.run in present)
 
-    async def opened(self, run: str) -> OpenRun:
-        """This run, with what its log has now.
+    @asynccontextmanager
+    async def opened(self, run: str) -> AsyncIterator[OpenRun]:
+        """This run, with what its log has now; it stays open in this block.
 
         Raises:
             UnknownRunError: it is not on the broker.
@@ -140,10 +143,18 @@ class OtherRuns:
         async with self._opening:
             found = self._open.pop(run, None) or await self._new(run)
             self._open[run] = found  # The newest is the last.
+            found.uses += 1
             while len(self._open) > OPEN_MAX:
-                await self._open.pop(next(iter(self._open))).close()
-        await found.read_on()
-        return found
+                left = self._open.pop(next(iter(self._open)))
+                if not left.uses:
+                    await left.close()
+        try:
+            await found.read_on()
+            yield found
+        finally:
+            found.uses -= 1
+            if not found.uses and found not in self._open.values():
+                await found.close()
 
     async def close(self) -> None:
         """Close every run."""

@@ -80,7 +80,8 @@ def _add_list(app: FastAPI, runs: OtherRuns, *, clock_ms: Callable[[], int]) -> 
         """Give the curves and the report of a run; groups that wait for an auditor are not in."""
 
         async def made() -> ComparedRun:
-            return await (await runs.opened(run)).compared(now_ms=clock_ms())
+            async with runs.opened(run) as opened:
+                return await opened.compared(now_ms=clock_ms())
 
         return await _answer(made())
 
@@ -95,8 +96,9 @@ def _add_run(app: FastAPI, runs: OtherRuns, *, clock_ms: Callable[[], int]) -> N
         """Give the state of a run of this broker, as /api/state does of the console's own."""
 
         async def made() -> RunState:
-            view = (await runs.opened(run)).view
-            return bounded(view.state(now_ms=shown_ms(view, clock_ms)))
+            async with runs.opened(run) as opened:
+                view = opened.view
+                return bounded(view.state(now_ms=shown_ms(view, clock_ms)))
 
         return await _answer(made())
 
@@ -109,7 +111,8 @@ def _add_run(app: FastAPI, runs: OtherRuns, *, clock_ms: Callable[[], int]) -> N
         """List its 300 groups that records named last, newest first."""
 
         async def made() -> Groups:
-            return (await runs.opened(run)).view.rows(rows_max=GROUP_ROWS_MAX)
+            async with runs.opened(run) as opened:
+                return opened.view.rows(rows_max=GROUP_ROWS_MAX)
 
         return await _answer(made())
 
@@ -124,10 +127,10 @@ def _add_run(app: FastAPI, runs: OtherRuns, *, clock_ms: Callable[[], int]) -> N
         """List the episodes of one of its groups and give one in full."""
 
         async def made() -> GroupView:
-            opened = await runs.opened(run)
-            if not opened.view.knows(group_id):
-                raise UnknownRunError(f"run {run} has no group {group_id}")
-            return await opened.read_group(group_id, episode)
+            async with runs.opened(run) as opened:
+                if not opened.view.knows(group_id):
+                    raise UnknownRunError(f"run {run} has no group {group_id}")
+                return await opened.read_group(group_id, episode)
 
         return await _answer(made())
 
