@@ -24,6 +24,5 @@ def _line(cut: CutView, *, tokens_after: int) -> str:
         else "?; the beginning of what the policy saw is trimmed, the rest is:"
     )
     return (
-        f"context cut by {cut.function} {cut.parameters} ({who}{wrote}): "
-        f"{before} tokens -> {after}"
+        f"context cut by {cut.function} {cut.parameters} ({who}{wrote}): {before} tokens -> {after}"
     )
