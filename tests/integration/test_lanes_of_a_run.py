@@ -141,23 +141,7 @@ def test_engines_are_added_drained_and_removed_while_a_run_trains(
         )
         run.wait_for_line("step 2 trained", within_s=300)
         refuse_bad_input(run, run_id)
-        status, text = forgemq(run, "add-lane", run_id, "--engine", third)
-        assert (status, "lane 2 is added" in text) == (0, True), text
-        until_listed(run, run_id, 2, "takes requests")
-        # Two of three lanes go in the middle of turns: the agents play all the time.
-        status, text = forgemq(run, "drain-lane", run_id, "0")
-        assert status == 0, text
-        drained_ms = wall_ms()
-        until_listed(run, run_id, 0, "drained")
-        status, text = forgemq(run, "remove-lane", run_id, "1")
-        assert status == 0, text
-        removed_ms = wall_ms()
-        status, text = forgemq(run, "remove-lane", run_id, "2")
-        assert (status, "lane 2 is the " in text) == (2, True), text
-        run.wait_for_log(run_id, "inference-1", '"event":"ended"', within_s=60)
-        status, text = forgemq(run, "resume-lane", run_id, "0")
-        assert status == 0, text
-        until_listed(run, run_id, 0, "takes requests")
+        drained_ms, removed_ms = change_the_lanes(run, run_id, added=third)
         status = run.wait_for_end(within_s=900)
         assert run.left_behind() == []
         run.wait_for_log(run_id, "trainer", GROUPS_FORMED, within_s=1)
@@ -270,6 +254,32 @@ def test_a_run_is_resumed_with_room_for_another_lane_and_with_no_less(
         lanes=2,
     )
     assert {each.lane for _, each in asked} == {0, 1}
+
+
+def change_the_lanes(run: LaunchedRun, run_id: str, *, added: str) -> tuple[int, int]:
+    """Add lane 2 with this engine, drain lane 0, remove lane 1, resume lane 0.
+
+    Returns:
+        When the commands that drain and that remove had ended.
+    """
+    status, text = forgemq(run, "add-lane", run_id, "--engine", added)
+    assert (status, "lane 2 is added" in text) == (0, True), text
+    until_listed(run, run_id, 2, "takes requests")
+    # Two of three lanes go in the middle of turns: the agents play all the time.
+    status, text = forgemq(run, "drain-lane", run_id, "0")
+    assert status == 0, text
+    drained_ms = wall_ms()
+    until_listed(run, run_id, 0, "drained")
+    status, text = forgemq(run, "remove-lane", run_id, "1")
+    assert status == 0, text
+    removed_ms = wall_ms()
+    status, text = forgemq(run, "remove-lane", run_id, "2")
+    assert (status, "lane 2 is the " in text) == (2, True), text
+    run.wait_for_log(run_id, "inference-1", '"event":"ended"', within_s=60)
+    status, text = forgemq(run, "resume-lane", run_id, "0")
+    assert status == 0, text
+    until_listed(run, run_id, 0, "takes requests")
+    return drained_ms, removed_ms
 
 
 def refuse_bad_input(run: LaunchedRun, run_id: str) -> None:
