@@ -117,6 +117,10 @@ class SlowStore(BlobStore):
         return await super().put(data)
 
 
+async def nothing_else() -> KafkaOutbox:
+    raise AssertionError("the first producer is sound")
+
+
 class Broker:
     """Knows every partition and acknowledges each record at once, at offset 7."""
 
@@ -145,7 +149,8 @@ async def test_a_slow_blob_store_is_not_taken_for_a_broker_that_does_not_answer(
         blobs=SlowStore(str(tmp_path), run="r"),
         inline_bytes_max=1,
     )
-    writer = KafkaWriter(KafkaOutbox(broker, topics=broker, kafka_run=kafka_run))
+    outbox = KafkaOutbox(broker, topics=broker, kafka_run=kafka_run)
+    writer = KafkaWriter(outbox, open_outbox=nothing_else)
     large = Emit(topic="scored-groups-v1", partition=0, key=b"", value=b"large")
     assert await writer.write(large) == 7
 

@@ -5,6 +5,7 @@ Connections are opened on first use.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from forgemq_bus.blobs import BlobStore
@@ -143,7 +144,8 @@ class KafkaLog:
     async def writer(self) -> KafkaWriter:
         """Open a writer outside transactions."""
         self._check_open()
-        writer = KafkaWriter(await self._outbox(None))
+        open_outbox = partial(self._outbox, None)
+        writer = KafkaWriter(await open_outbox(), open_outbox=open_outbox)
         self._keep(writer)
         return writer
 

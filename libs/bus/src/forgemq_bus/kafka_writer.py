@@ -1,13 +1,19 @@
 """Writes to a cluster, idempotent and acknowledged by all replicas, also in transactions."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka import errors as kafka_errors
 
-from forgemq_bus.errors import ClosedError, LogError, RecordTooLargeError
+from forgemq_bus.errors import (
+    ClosedError,
+    LogError,
+    LogUnavailableError,
+    RecordTooLargeError,
+)
 from forgemq_bus.kafka_connection import (
     KafkaConnection,
     bound_and_translate,
@@ -23,6 +29,9 @@ from forgemq_bus.payloads import offloaded
 
 TRANSACTION_TIMEOUT_MS = 10_000  # Longest time a killed writer blocks committed readers.
 BATCH_BYTES_MAX = 256 * 1024  # Per partition; a larger record is a batch alone.
+
+
+OpenOutbox: TypeAlias = Callable[[], Awaitable["KafkaOutbox"]]
 
 
 class KafkaOutbox:
@@ -84,12 +93,29 @@ class KafkaOutbox:
         await stop_client(self.producer.stop, self.producer.client.close)
 
 
-class KafkaWriter:
-    """Implements `log.Writer`; any number of tasks may write at once."""
+@dataclass(slots=True)
+class _Line:
+    """A producer, how many writes wait for it, and whether the brokers may refuse all to come."""
 
-    def __init__(self, outbox: KafkaOutbox) -> None:
-        """A writer over a started producer."""
-        self._outbox = outbox
+    outbox: KafkaOutbox
+    writes: int = 0
+    is_broken: bool = False
+
+
+class KafkaWriter:
+    """Implements `log.Writer`; any number of tasks may write at once.
+
+    A producer numbers what it writes to a partition. If the brokers refuse a record for good, its
+    number is missing from then on, and they refuse all that follows it, as what was on its way to
+    the same partition. So another producer takes the place of one with a refused record, and the
+    last write that waits for the former closes it.
+    """
+
+    def __init__(self, outbox: KafkaOutbox, *, open_outbox: OpenOutbox) -> None:
+        """A writer over a started producer; `open_outbox` starts another one."""
+        self._line = _Line(outbox)
+        self._open_outbox = open_outbox
+        self._opening = asyncio.Lock()
         self.is_closed = False
 
     async def write(self, emit: Emit) -> int:
@@ -104,17 +130,43 @@ class KafkaWriter:
         """Write records, in order per partition, without waiting in between."""
         if self.is_closed:
             raise ClosedError("write after close")
-        # Apart: a slow blob store is no broker that does not answer.
-        ready = await self._outbox.prepared(emits)
-        async with bound_and_translate(self._outbox.connection, "write"):
-            # One after the other: a gathering of them costs more than the write of one.
-            return [(await written).offset for written in await self._outbox.send(ready)]
+        line = await self._sound() if self._line.is_broken else self._line
+        line.writes += 1
+        try:
+            # Apart: a slow blob store is no broker that does not answer.
+            return await self._write(line, await line.outbox.prepared(emits))
+        finally:
+            line.writes -= 1
+            if line.is_broken and not line.writes and not self.is_closed:
+                await line.outbox.stop()
+
+    async def _write(self, line: _Line, ready: Sequence[Emit]) -> list[int]:
+        try:
+            async with bound_and_translate(line.outbox.connection, "write"):
+                # One after the other: a gathering of them costs more than the write of one.
+                return [(await written).offset for written in await line.outbox.send(ready)]
+        except LogUnavailableError:
+            raise  # They are still on their way.
+        except LogError:
+            line.is_broken = True
+            raise
+
+    async def _sound(self) -> _Line:
+        """Another producer in place of the broken one; the first task that needs it opens it."""
+        async with self._opening:
+            if self._line.is_broken:
+                opened = await self._open_outbox()
+                if self.is_closed:
+                    await opened.stop()
+                    raise ClosedError("write after close")
+                self._line = _Line(opened)
+            return self._line
 
     async def close(self) -> None:
         """Flush and release the connection; idempotent."""
         if not self.is_closed:
             self.is_closed = True
-            await self._outbox.stop()
+            await self._line.outbox.stop()
 
 
 class KafkaTransactionWriter:
