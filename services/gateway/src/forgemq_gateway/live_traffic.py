@@ -20,13 +20,7 @@ from forgemq_gateway.body_memory import BodyMemory
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.choices import check_choices
 from forgemq_gateway.core.episodes import HeldEpisode
-from forgemq_gateway.core.errors import (
-    CONTEXT_FULL_CODE,
-    MovedError,
-    RefusedError,
-    busy,
-    log_refuses,
-)
+from forgemq_gateway.core.errors import CONTEXT_FULL_CODE, MovedError, busy, log_refuses
 from forgemq_gateway.core.group import Group
 from forgemq_gateway.core.live import LiveCaller, OpenConversations, continued, live_task
 from forgemq_gateway.holding import Hold
@@ -131,7 +125,8 @@ class LiveTraffic:
                 async with asyncio.timeout(left_s):
                     await alone.acquire()
             except TimeoutError:
-                raise _not_admitted() from None
+                why = "another request still opens this conversation: ask again"
+                raise busy(why, status=503) from None
         try:
             found = next(self._open_episodes(caller), None)
             return found or await self._opened(caller, scope)
@@ -300,12 +295,8 @@ class LiveTraffic:
         with self._hold.waiting(scope) as left_s:
             group = await self._changed.until(look, group_id=group_id, timeout_s=left_s)
         if group is None:
-            raise _not_admitted()
+            raise busy("no engine serves at the moment: ask again", status=503)
         return group
-
-
-def _not_admitted() -> RefusedError:
-    return busy("no engine serves at the moment: ask again", status=503)
 
 
 def _named(send: Send, episode: HeldEpisode) -> Send:
