@@ -50,3 +50,14 @@ class Speculation(
     def is_trained(self) -> bool:
         """Whether the run trains and publishes what guesses: a head, never a small model."""
         return bool(self.head)
+
+
+def unpublished_head(speculation: Speculation | None, *, steps: int) -> str:
+    """The warning that a run of so many steps publishes no head of its own; "" if it does."""
+    if speculation is None or not speculation.is_trained or speculation.push_every_steps <= steps:
+        return ""
+    return (
+        f"speculation.push_every_steps is {speculation.push_every_steps}, above trainer.steps, "
+        f"which is {steps}: the head is trained, and engines draft with the one they start with "
+        "until the trainer is started again; lower it for engines to get the trained one"
+    )

@@ -1,6 +1,8 @@
 """Which versions name a draft head, and where it lies."""
 
 import dataclasses
+import io
+import json
 from pathlib import Path
 
 import msgspec
@@ -11,6 +13,7 @@ from safetensors.torch import load_file
 from forgemq_contracts.speculation import Speculation
 from forgemq_contracts.trees import MergedTree
 from forgemq_contracts.weights import PublishedWeights
+from forgemq_telemetry.telemetry import Telemetry
 from forgemq_trainer.storage.folders import file_sha256
 from tests.unit.trainer.bench import Bench, memory_bench
 from tests.unit.trainer.head_scene import save_head
@@ -117,3 +120,31 @@ async def test_a_run_without_speculation_names_no_head(tmp_path: Path) -> None:
     published = await bench.published()
     assert [each.head for each in published] == [None, None]
     assert not (Path(published[-1].uri).parent / "heads").exists()
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+async def test_a_head_that_no_version_of_the_run_names_is_told_by_the_field(
+    tmp_path: Path, steps: int
+) -> None:
+    events = io.StringIO()
+    bench = dataclasses.replace(
+        await _bench(tmp_path, push_every_steps=2, steps=steps),
+        telemetry=Telemetry(service="trainer", stream=events),
+    )
+    await _put(bench, steps)
+    await bench.train(until=steps - 1)
+    pushed = [head for _, version, head in _heads(await bench.published()) if version]
+    told = [
+        event["detail"]
+        for event in map(json.loads, events.getvalue().splitlines())
+        if event["event"] == "head_unpublished"
+    ]
+    if steps == 2:
+        assert (pushed, told) == (["", "1.2"], [])
+        return
+    assert pushed == [""]
+    assert told == [
+        "speculation.push_every_steps is 2, above trainer.steps, which is 1: the head is trained, "
+        "and engines draft with the one they start with until the trainer is started again; "
+        "lower it for engines to get the trained one"
+    ]

@@ -8,6 +8,7 @@ from forgemq_bus.log import Log
 from forgemq_bus.partitions import partition_counts
 from forgemq_contracts.players import shortage
 from forgemq_contracts.run import EndedRun, StartedRun
+from forgemq_contracts.speculation import unpublished_head
 from forgemq_contracts.topics import (
     ENDED_RUNS,
     REQUESTED_ENDS,
@@ -101,8 +102,9 @@ class RunningRun:
         self._screen.say(f"the run has {len(partition_counts(configuration))} topics")
         for change in started.changes:
             self._screen.say(f"changed by this resume: {change}")
-        if short := shortage(configuration):
-            self._screen.say(f"warning: {short}")
+        unpublished = unpublished_head(configuration.speculation, steps=configuration.trainer.steps)
+        for warning in filter(None, (shortage(configuration), unpublished)):
+            self._screen.say(f"warning: {warning}")
         self._setup.folder.keep(configuration)
         await write_start(self._processes.connection, started)
         return started

@@ -22,6 +22,7 @@ from forgemq_bus.log import Headers, Place, Reader
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
 from forgemq_contracts.mixture import staleness_limits
+from forgemq_contracts.speculation import unpublished_head
 from forgemq_contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
 from forgemq_contracts.topics import MERGED_TREES, SCHEDULED_STEPS, TRAINED_STEPS
 from forgemq_shell.dead_letters import DeadLetters
@@ -136,6 +137,11 @@ class TrainingLoop:
             sha256=saved.weights.sha256,
         )
         await self._publisher.publish(saved, headers=())
+        configuration = self._context.configuration
+        if unpublished := unpublished_head(
+            configuration.speculation, steps=configuration.trainer.steps
+        ):
+            self._context.telemetry.event("head_unpublished", detail=unpublished)
 
     async def _next(
         self, steps: Reader, version: int, *, dead_letters: DeadLetters
