@@ -56,3 +56,33 @@ async def test_an_engine_that_is_starting_again_when_its_lane_is_removed_is_stop
     await engines.remove(0)
     assert not has_ended_early, "what starts in a thread would start after the stop"
     assert (server.starts, server.has_process) == (2, False)
+
+
+class SlowToStop(DyingServer):
+    """Stops when the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stopping, self.may_stop = threading.Event(), threading.Event()
+
+    def stop(self) -> None:
+        self.stopping.set()
+        self.may_stop.wait(10)
+
+
+async def test_the_gpus_of_a_removed_lane_are_free_once_its_engine_has_stopped() -> None:
+    slow: Any = SlowToStop()
+    other: Any = DyingServer()
+    engines = Engines(
+        [LaneServers(slow, gpus=frozenset({0, 1})), LaneServers(other, gpus=frozenset({2}))],
+        policy=RestartPolicy(restarts_max=1, delay_first_s=0.0, delay_max_s=0.0),
+        start_timeout_s=1.0,
+        note=lambda _: None,
+    )
+    removing = asyncio.ensure_future(engines.remove(0))
+    await asyncio.to_thread(slow.stopping.wait, 10)
+    assert not engines.has(0)
+    assert engines.gpus == {0, 1, 2}
+    slow.may_stop.set()
+    await removing
+    assert engines.gpus == {2}

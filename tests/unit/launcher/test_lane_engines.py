@@ -15,6 +15,7 @@ from forgemq_launcher.upkeep.engine_servers import (
     added_addresses_count,
     added_servers,
     addresses_count,
+    alone,
     options_of_engines,
     servers,
 )
@@ -100,6 +101,25 @@ def test_without_lanes_in_the_file_an_added_lane_has_one_engine(tmp_path: Path) 
     hidden = {"CUDA_VISIBLE_DEVICES": "-1"}
     added = added_servers(4, RUN, folder=tmp_path, environ=hidden, addresses=[("127.0.0.1", 7)])
     assert (added.prefill, added.serving.url) == (None, "http://127.0.0.1:7")
+
+
+@pytest.mark.parametrize("in_use", [{0}, {1}, set[int]()])
+def test_an_added_lane_takes_the_first_gpu_that_no_engine_has(in_use: set[int]) -> None:
+    """Lanes 1 to 6 were removed, or have engines elsewhere: two GPUs are enough for lane 7."""
+    lane = alone(7, run_with(LaneEngines(), LaneEngines(flags=("--x",))))
+    made = options_of_engines(lane, gpus=2, environ=ON_CPU_TRAINER, in_use=in_use)
+    first = 1 if in_use == {0} else 0
+    assert made == (EngineOptions(has_gpu=True, gpu_first=first, extra=("--x",)),)
+
+
+def test_a_lane_without_a_gpu_left_is_refused_with_who_has_them() -> None:
+    on_gpu = {"FORGEMQ_TRAINER_DEVICE": "cuda:0"}
+    with pytest.raises(
+        MachineError,
+        match=r"^this machine shows 4 GPUs, of which the run's engines have 2 and a trainer on "
+        r"FORGEMQ_TRAINER_DEVICE=cuda:0 1; another lane needs 4, .*: remove a lane, or name",
+    ):
+        options_of_engines(alone(2, run_with(WIDE)), gpus=4, environ=on_gpu, in_use={1, 2})
 
 
 def test_a_mixture_of_experts_is_refused_for_a_pair_before_anything_starts(tmp_path: Path) -> None:

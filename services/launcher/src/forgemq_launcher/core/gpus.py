@@ -1,6 +1,6 @@
 """Which GPUs of a machine a run's engines take, beside those of the trainer."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
 def visible_gpus(installed: int, *, cuda_visible_devices: str | None) -> int:
@@ -46,7 +46,12 @@ def least_free_bytes(listing: str, *, cuda_visible_devices: str | None) -> int |
 
 
 def engine_gpus(
-    sizes: Sequence[int], *, gpus: int, trainer_device: str, ranks: int
+    sizes: Sequence[int],
+    *,
+    gpus: int,
+    trainer_device: str,
+    ranks: int,
+    in_use: Collection[int] = (),
 ) -> tuple[int, ...]:
     """The first GPU of each engine; SGLang takes those that follow it.
 
@@ -55,6 +60,7 @@ def engine_gpus(
         gpus: Visible GPUs, at least 1.
         trainer_device: `cpu`, `cuda` (one GPU for each rank, from the first) or `cuda:N`.
         ranks: Processes of the trainer.
+        in_use: GPUs of engines that are up.
 
     Raises:
         ValueError: there are too few, or not enough beside one another.
@@ -63,10 +69,17 @@ def engine_gpus(
     taken = range(0)
     if family == "cuda":
         taken = range(int(index), int(index) + 1) if index else range(ranks)
-    used = set(taken)
+    used = {*taken, *in_use}
     firsts: list[int] = []
     for size in sizes:
         first = next((gpu for gpu in range(gpus) if _are_free(gpu, size, used, gpus=gpus)), None)
+        if first is None and in_use:
+            raise ValueError(
+                f"this machine shows {gpus} GPUs, of which the run's engines have {len(in_use)} "
+                f"and a trainer on FORGEMQ_TRAINER_DEVICE={trainer_device} {len(taken)}; another "
+                f"lane needs {sum(sizes)}, those of one engine beside one another: remove a lane, "
+                "or name an engine that runs elsewhere with --engine"
+            )
         if first is None:
             raise ValueError(
                 f"this machine shows {gpus} GPUs; the run's {len(sizes)} engines need "

@@ -1,6 +1,6 @@
 """The SGLang servers of a run's lanes: which options, GPUs and ports each of them has."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -34,6 +34,8 @@ class LaneServers(NamedTuple):
 
     serving: EngineServer
     prefill: EngineServer | None = None
+    gpus: frozenset[int] = frozenset()
+    """Numbers of those that both take, among the GPUs that are visible; none on a CPU."""
 
 
 def servers(
@@ -67,11 +69,17 @@ def servers(
 
 
 def _all_options(
-    configuration: RunConfiguration, *, folder: Path, environ: Mapping[str, str]
+    configuration: RunConfiguration,
+    *,
+    folder: Path,
+    environ: Mapping[str, str],
+    in_use: Collection[int] = (),
 ) -> tuple[EngineOptions, ...]:
     _check_pairs(configuration)
     _check_spread(configuration)
-    options = options_of_engines(configuration, gpus=installed_gpus(), environ=environ)
+    options = options_of_engines(
+        configuration, gpus=installed_gpus(), environ=environ, in_use=in_use
+    )
     check_quantization(configuration, options)
     _check_family(configuration, options)
     return with_pool(options, configuration, own_folder=folder / "pool")
@@ -86,12 +94,20 @@ def _lane_servers(
     addresses: Iterator[tuple[str, int]],
 ) -> LaneServers:
     """The servers of one lane, of the options and addresses that come next."""
-    prefill = None
+    prefill, gpus = None, frozenset[int]()
     if is_paired(engines):
         address, bootstrap_port = next(addresses), next(addresses)[1]
         own = msgspec.structs.replace(next(options), bootstrap_port=bootstrap_port)
-        prefill = make(f"lane-{lane}-prefill", own, address)
-    return LaneServers(make(f"lane-{lane}", next(options), next(addresses)), prefill)
+        prefill, gpus = make(f"lane-{lane}-prefill", own, address), _gpus(own)
+    own = next(options)
+    serving = make(f"lane-{lane}", own, next(addresses))
+    return LaneServers(serving, prefill, gpus=gpus | _gpus(own))
+
+
+def _gpus(options: EngineOptions) -> frozenset[int]:
+    if not options.has_gpu:
+        return frozenset()
+    return frozenset(range(options.gpu_first, options.gpu_first + options.tensor_parallel))
 
 
 _MakeServer: TypeAlias = Callable[[str, EngineOptions, tuple[str, int]], EngineServer]
@@ -124,7 +140,7 @@ def addresses_count(configuration: RunConfiguration) -> int:
 
 def added_addresses_count(lane: int, configuration: RunConfiguration) -> int:
     """Ports that the servers of a lane need which is added while the run is up."""
-    return _addresses_count(_lanes(_with_lane(configuration, lane))[lane])
+    return addresses_count(alone(lane, configuration))
 
 
 def added_servers(
@@ -134,40 +150,48 @@ def added_servers(
     folder: Path,
     environ: Mapping[str, str],
     addresses: Sequence[tuple[str, int]],
+    in_use: Collection[int] = (),
 ) -> LaneServers:
     """The servers of a lane that is added while the run is up, as `servers` makes them.
 
-    A lane beyond those with which the run begins is like the last one of its file.
+    Args:
+        lane: Its number.
+        configuration: Of the run.
+        folder: As for `servers`.
+        environ: As for `servers`.
+        addresses: Hosts and ports, `added_addresses_count` of them.
+        in_use: GPUs of the engines that are up. Lanes that were removed, or whose engines run
+            elsewhere, have none of this machine.
 
     Raises:
         MachineError: there is no GPU for another engine, or none for this pool.
     """
-    larger = _with_lane(configuration, lane)
-    lanes = _lanes(larger)
-    options = _all_options(larger, folder=folder, environ=environ)
-    before = sum(len(shapes_of(engines)) for engines in lanes[:lane])
+    only = alone(lane, configuration)
+    options = _all_options(only, folder=folder, environ=environ, in_use=in_use)
     model = str(model_of_engines(configuration, folder=folder))
     make = partial(_server, model, folder=folder, environ=environ)
     return _lane_servers(
-        lane, lanes[lane], make, options=iter(options[before:]), addresses=iter(addresses)
+        lane, _lanes(only)[0], make, options=iter(options), addresses=iter(addresses)
     )
 
 
-def _with_lane(configuration: RunConfiguration, lane: int) -> RunConfiguration:
-    """The configuration with so many more lanes that there is one of this number."""
-    more = lane + 1 - configuration.log.lanes
-    if more <= 0:
-        return configuration
-    layout = msgspec.structs.replace(configuration.log, lanes=lane + 1, lanes_max=None)
-    lanes = configuration.lanes
-    if lanes:
-        last = msgspec.structs.replace(lanes[-1], count=lanes[-1].count + more)
-        lanes = (*lanes[:-1], last)
-    return msgspec.structs.replace(configuration, log=layout, lanes=lanes)
+def alone(lane: int, configuration: RunConfiguration) -> RunConfiguration:
+    """The configuration with this lane's engines and no others.
+
+    A lane beyond those with which the run begins is like the last one of its file.
+    """
+    lanes = every_lane(configuration.lanes)
+    own = tuple(msgspec.structs.replace(each, count=1) for each in (*lanes[lane:], *lanes[-1:])[:1])
+    layout = msgspec.structs.replace(configuration.log, lanes=1, lanes_max=None)
+    return msgspec.structs.replace(configuration, log=layout, lanes=own)
 
 
 def options_of_engines(
-    configuration: RunConfiguration, *, gpus: int, environ: Mapping[str, str]
+    configuration: RunConfiguration,
+    *,
+    gpus: int,
+    environ: Mapping[str, str],
+    in_use: Collection[int] = (),
 ) -> tuple[EngineOptions, ...]:
     """Start options of each engine, lane 0 first, of a pair prefill first.
 
@@ -175,6 +199,7 @@ def options_of_engines(
         configuration: Says which engines and how many trainer ranks there are.
         gpus: Installed on this machine.
         environ: May hide some of them, and says where the trainer computes.
+        in_use: Of the visible ones, those of engines that are up.
 
     Raises:
         MachineError: there are GPUs, but too few; or an engine wants several and there is none.
@@ -197,6 +222,7 @@ def options_of_engines(
             gpus=seen,
             trainer_device=environ.get("FORGEMQ_TRAINER_DEVICE", "cpu"),
             ranks=configuration.trainer.world_size,
+            in_use=in_use,
         )
     except ValueError as error:
         raise MachineError(str(error)) from error

@@ -33,6 +33,7 @@ class Engines:
         note: Note,
     ) -> None:
         self._lanes = dict(enumerate(lanes))
+        self._stopping: list[LaneServers] = []
         self._policy = policy
         self._start_timeout_s = start_timeout_s
         self._note = note
@@ -53,6 +54,12 @@ class Engines:
     def has(self, lane: int) -> bool:
         """Whether the lane's engine is one of these."""
         return lane in self._lanes
+
+    @property
+    def gpus(self) -> frozenset[int]:
+        """GPUs that they take until they have stopped, by their numbers among the visible ones."""
+        holders = (*self._lanes.values(), *self._stopping)
+        return frozenset[int]().union(*(lane.gpus for lane in holders))
 
     @property
     def is_up(self) -> bool:
@@ -83,9 +90,15 @@ class Engines:
     async def remove(self, lane: int) -> None:
         """Stop a lane's engines, if it has some here; its task `keep` must have ended."""
         servers = self._lanes.pop(lane, None)
-        for name, server in _named_servers(lane, servers) if servers else ():
-            self._healthy.discard(name)
-            await asyncio.to_thread(server.stop)
+        if servers is None:
+            return
+        self._stopping.append(servers)
+        try:
+            for name, server in _named_servers(lane, servers):
+                self._healthy.discard(name)
+                await asyncio.to_thread(server.stop)
+        finally:
+            self._stopping.remove(servers)
 
     async def keep(self, lane: int) -> None:
         """Wait until the lane's engines answer and restart each that dies, until cancelled.

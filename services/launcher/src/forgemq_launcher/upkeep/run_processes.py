@@ -212,7 +212,8 @@ class RunProcesses:
         Raises:
             MachineError: there is no GPU for it, or no free port.
         """
-        setup = self._setup
+        setup, engines = self._setup, self.engines
+        assert isinstance(engines, Engines), "no engine is started beside named ones"
         count = added_addresses_count(lane, setup.configuration)
         ports = [held_port("127.0.0.1") for _ in range(count)]
         self._engine_ports += ports
@@ -222,6 +223,7 @@ class RunProcesses:
             folder=setup.folder / "engine",
             environ=setup.environ,
             addresses=[port.getsockname() for port in ports],
+            in_use=engines.gpus,
         )
 
     def _note_outside_agents(self, addresses: Addresses) -> None:
