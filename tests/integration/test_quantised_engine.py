@@ -1,6 +1,7 @@
 """A real engine that holds projections as 8-bit floats in blocks, and its new weights."""
 
 import asyncio
+import io
 import re
 import shutil
 from collections.abc import AsyncIterator, Iterator
@@ -19,6 +20,7 @@ from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.weights import PublishedWeights, RelayedLane
 from forgemq_fp8_blocks import dequantised, quantise_model
 from forgemq_inference.engine import EngineRefusedError
+from forgemq_telemetry.telemetry import Telemetry
 from forgemq_trainer.samples import sampled_parameters
 from forgemq_trainer.storage.durable import DurableWeights
 from forgemq_trainer.storage.weights import read_weights_folder
@@ -201,7 +203,14 @@ async def test_8_bit_blocks_come_as_what_changed(
     weights = load_file(trained / "model.safetensors")
     weights[DOWN] += 0.05 * torch.randn_like(weights[DOWN])
     save_file(weights, nudged / "model.safetensors", metadata={"format": "pt"})
-    store = DurableWeights(f"memory://{tmp_path.name}", run="r", drafts=tmp_path, deltas_max=4)
+    store = DurableWeights(
+        f"memory://{tmp_path.name}",
+        run="r",
+        drafts=tmp_path,
+        telemetry=Telemetry(service="trainer", stream=io.StringIO()),
+        is_stopping=lambda: False,
+        deltas_max=4,
+    )
     uploaded = []
     for version, model in ((1, trained), (2, nudged)):
         folder = store.local_folder(lineage=1, version=version)

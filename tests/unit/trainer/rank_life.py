@@ -118,6 +118,7 @@ def store_of(folder: Path, configuration: RunConfiguration) -> Store:
         blobs=str(folder / "blobs"),
         configuration=configuration,
         telemetry=Telemetry(service="trainer", stream=io.StringIO()),
+        is_stopping=lambda: False,
     )
 
 

@@ -46,6 +46,7 @@ def _trained_store(folder: Path, *, steps: int) -> tuple[Store, Training]:
         blobs=str(folder / "blobs"),
         configuration=configuration,
         telemetry=telemetry,
+        is_stopping=lambda: False,
     )
     generator = np.random.default_rng(0)
     for step in range(steps):
@@ -229,6 +230,7 @@ def test_engines_get_a_base_model_in_one_file_also_if_it_comes_in_shards(
         blobs=str(tmp_path / "blobs"),
         configuration=configuration,
         telemetry=Telemetry(service="trainer", stream=io.StringIO()),
+        is_stopping=lambda: False,
     )
     training = Training(configuration, device="cpu", checkpoint=None)
     published = store.save_restored(training, None, lineage=1).weights

@@ -1,7 +1,9 @@
 """Where published weights lie, and that an inference process finds them there."""
 
+import io
+import json
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +13,12 @@ import pytest
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
+from forgemq_bus.errors import BlobError
 from forgemq_contracts.trees import MergedTree
 from forgemq_contracts.weights import PublishedWeights
 from forgemq_inference.durable import DurableCopies, DurableCopyError
 from forgemq_settings.environment import SettingsError
+from forgemq_telemetry.telemetry import Telemetry
 from forgemq_trainer.storage.durable import DurableWeights
 from forgemq_trainer.storage.weights import WeightsFolder, read_weights_folder
 from tests.unit.trainer.bench import memory_bench
@@ -29,6 +33,42 @@ def remote(tmp_path: Path) -> Iterator[str]:
     store = fsspec.filesystem("memory")
     if store.exists(root):
         store.rm(root, recursive=True)
+
+
+def _durable(
+    blobs: str,
+    drafts: Path,
+    *,
+    deltas_max: int = 0,
+    events: io.StringIO | None = None,
+    is_stopping: bool = False,
+) -> DurableWeights:
+    return DurableWeights(
+        blobs,
+        run="r",
+        drafts=drafts,
+        telemetry=Telemetry(service="trainer", stream=events or io.StringIO()),
+        is_stopping=lambda: is_stopping,
+        deltas_max=deltas_max,
+    )
+
+
+@contextmanager
+def _failing(errors: list[OSError]) -> Iterator[list[OSError]]:
+    """The store in memory fails uploads with these errors, one after the other; yields the rest."""
+    store, left = fsspec.filesystem("memory"), list(errors)
+    put_file = store.put_file
+
+    def put(*arguments: str) -> None:
+        if left:
+            raise left.pop(0)
+        put_file(*arguments)
+
+    store.put_file = put
+    try:
+        yield left
+    finally:
+        del store.put_file
 
 
 def _trees(count: int) -> list[MergedTree]:
@@ -77,7 +117,7 @@ def test_old_versions_go_by_number_and_the_checkpoints_stays(
     tmp_path: Path, remote: str, *, is_remote: bool
 ) -> None:
     blobs = remote if is_remote else str(tmp_path)
-    weights = DurableWeights(blobs, run="r", drafts=tmp_path / "drafts")
+    weights = _durable(blobs, tmp_path / "drafts")
     store, root = fsspec.core.url_to_fs(f"{blobs}/weights/r")
     names = ["1.8", "1.9", "1.10", "1.11", "2.2", "2.10"]
     for name in names:
@@ -150,7 +190,7 @@ def _names(uploaded: WeightsFolder) -> list[str]:
 async def test_a_chain_of_deltas_makes_the_bytes_of_each_version(
     tmp_path: Path, remote: str
 ) -> None:
-    weights = DurableWeights(remote, run="r", drafts=tmp_path / "drafts", deltas_max=2)
+    weights = _durable(remote, tmp_path / "drafts", deltas_max=2)
     follows = DurableCopies(tmp_path / "follows")
     store = fsspec.filesystem("memory")
     uploads = []
@@ -176,7 +216,7 @@ async def test_a_delta_of_a_damaged_copy_in_the_cache_is_applied_to_a_new_one(
     tmp_path: Path, remote: str, left: bytes | None
 ) -> None:
     """As a machine that lost its power may leave it; the second attempt has to succeed."""
-    weights = DurableWeights(remote, run="r", drafts=tmp_path / "drafts", deltas_max=8)
+    weights = _durable(remote, tmp_path / "drafts", deltas_max=8)
     first, second = (_version(weights, number, values) for number, values in enumerate(_steps(2)))
     cache = tmp_path / "cache"
     held = await DurableCopies(cache).folder(_published(first, 0)) / "model.safetensors"
@@ -196,7 +236,7 @@ async def test_the_two_newest_stay_of_copies_that_were_made_of_one_another(
     tmp_path: Path, remote: str
 ) -> None:
     """A copy that is made of another one has its time, by which the oldest are found."""
-    weights = DurableWeights(remote, run="r", drafts=tmp_path / "drafts", deltas_max=8)
+    weights = _durable(remote, tmp_path / "drafts", deltas_max=8)
     cache = tmp_path / "cache"
     copies = DurableCopies(cache)
     versions = [_version(weights, number, values) for number, values in enumerate(_steps(8))]
@@ -212,7 +252,7 @@ async def test_the_two_newest_stay_of_copies_that_were_made_of_one_another(
 
 
 async def test_a_step_that_changed_nothing_is_a_delta_too(tmp_path: Path, remote: str) -> None:
-    weights = DurableWeights(remote, run="r", drafts=tmp_path / "drafts", deltas_max=2)
+    weights = _durable(remote, tmp_path / "drafts", deltas_max=2)
     values = next(_steps(1))
     _version(weights, 0, values)
     unchanged = _version(weights, 1, values)
@@ -224,7 +264,7 @@ async def test_a_step_that_changed_nothing_is_a_delta_too(tmp_path: Path, remote
 async def test_who_has_the_version_before_downloads_nothing_but_the_delta(
     tmp_path: Path, remote: str
 ) -> None:
-    weights = DurableWeights(remote, run="r", drafts=tmp_path / "drafts", deltas_max=8)
+    weights = _durable(remote, tmp_path / "drafts", deltas_max=8)
     copies = DurableCopies(tmp_path / "cache")
     first, second, third = (
         _version(weights, number, values) for number, values in enumerate(_steps(3))
@@ -240,7 +280,7 @@ async def test_who_has_the_version_before_downloads_nothing_but_the_delta(
 
 
 async def test_a_damaged_copy_in_the_cache_is_downloaded_again(tmp_path: Path, remote: str) -> None:
-    weights = DurableWeights(remote, run="r", drafts=tmp_path / "drafts", deltas_max=8)
+    weights = _durable(remote, tmp_path / "drafts", deltas_max=8)
     cache = tmp_path / "cache"
     first, second = (_version(weights, number, values) for number, values in enumerate(_steps(2)))
     folder = await DurableCopies(cache).folder(_published(first, 0))
@@ -258,7 +298,7 @@ async def test_a_damaged_copy_in_the_cache_is_downloaded_again(tmp_path: Path, r
 
 def test_a_chain_that_is_larger_than_a_full_copy_ends(tmp_path: Path, remote: str) -> None:
     """All bits of one value in four change: the third delta would be the chain's last byte."""
-    weights = DurableWeights(remote, run="r", drafts=tmp_path / "drafts", deltas_max=100)
+    weights = _durable(remote, tmp_path / "drafts", deltas_max=100)
     generator = np.random.default_rng(0)
     uploads = []
     for number in range(6):
@@ -276,7 +316,7 @@ def test_a_chain_that_is_larger_than_a_full_copy_ends(tmp_path: Path, remote: st
 
 
 def test_what_a_kept_version_is_made_of_stays(tmp_path: Path, remote: str) -> None:
-    weights = DurableWeights(remote, run="r", drafts=tmp_path / "drafts", deltas_max=3)
+    weights = _durable(remote, tmp_path / "drafts", deltas_max=3)
     store, root = fsspec.core.url_to_fs(f"{remote}/weights/r")
 
     def left() -> set[str]:
@@ -294,22 +334,57 @@ def test_what_a_kept_version_is_made_of_stays(tmp_path: Path, remote: str) -> No
 
 
 def test_an_upload_that_fails_is_followed_by_a_full_copy(tmp_path: Path, remote: str) -> None:
-    weights = DurableWeights(remote, run="r", drafts=tmp_path / "drafts", deltas_max=3)
+    weights = _durable(remote, tmp_path / "drafts", deltas_max=3, is_stopping=True)
     versions = _steps(3)
     _version(weights, 0, next(versions))
-    put_file, weights._filesystem.put_file = weights._filesystem.put_file, _refuse
-    try:
-        with pytest.raises(OSError, match="no space"):
-            _version(weights, 1, next(versions))
-    finally:
-        weights._filesystem.put_file = put_file
+    with _failing([OSError("no space")]), pytest.raises(BlobError, match=r"1\.1/.*: no space"):
+        _version(weights, 1, next(versions))
     assert _names(_version(weights, 2, next(versions))) == ["1.2"]
 
 
-def _refuse(*_: object) -> None:
-    raise OSError("no space")
+@pytest.mark.slow
+def test_a_delta_is_uploaded_once_its_store_is_back(tmp_path: Path, remote: str) -> None:
+    events = io.StringIO()
+    weights = _durable(remote, tmp_path / "drafts", deltas_max=3, events=events)
+    versions = _steps(2)
+    _version(weights, 0, next(versions))
+    with _failing([OSError("gone"), OSError("still gone")]):
+        assert _names(_version(weights, 1, next(versions))) == ["1.0", "1.1"]
+    told = [json.loads(line) for line in events.getvalue().splitlines()]
+    path = f"/durable-{tmp_path.name}/weights/r/1.1/weights.delta"
+    assert [(each["event"], each["error"]) for each in told] == [
+        ("object_store_away", f"cannot upload {path}: gone"),
+        ("object_store_away", f"cannot upload {path}: still gone"),
+    ]
+
+
+@pytest.mark.parametrize("refusal", [PermissionError("not yours"), FileNotFoundError("no bucket")])
+def test_a_refusal_of_the_store_is_not_waited_for(
+    tmp_path: Path, remote: str, refusal: OSError
+) -> None:
+    weights = _durable(remote, tmp_path / "drafts")
+    with _failing([refusal, OSError("asked again")]) as left:
+        with pytest.raises(BlobError, match=f"^cannot upload .*: {refusal}$"):
+            _version(weights, 0, next(_steps(1)))
+        assert [str(each) for each in left] == ["asked again"]
+
+
+@pytest.mark.slow
+async def test_a_trainer_whose_store_is_away_trains_on_in_the_same_life(
+    tmp_path: Path, remote: str
+) -> None:
+    bench = replace(await memory_bench(tmp_path), remote=remote)
+    trees = _trees(4)
+    await bench.put_trees(trees)
+    await bench.put_steps([scheduled_step(n, trees[2 * n : 2 * n + 2]) for n in range(2)])
+    with _failing([OSError("gone"), OSError("still gone")]) as left:
+        await bench.train(until=1)
+    assert left == []
+    assert [(each.lineage, each.step) for each in await bench.trained()] == [(1, 0), (1, 1)]
+    published = await bench.published()
+    assert [(each.lineage, each.version) for each in published] == [(1, 0), (1, 1), (1, 2)]
 
 
 def test_deltas_of_a_local_folder_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="FORGEMQ_TRAINER_DELTAS_MAX: 8, but the blobs are in"):
-        DurableWeights(str(tmp_path), run="r", drafts=tmp_path, deltas_max=8)
+        _durable(str(tmp_path), tmp_path, deltas_max=8)

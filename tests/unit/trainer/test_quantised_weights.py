@@ -45,6 +45,7 @@ def store_of(run: RunConfiguration, folder: Path) -> Store:
         blobs=str(folder / "blobs"),
         configuration=run,
         telemetry=Telemetry(service="trainer", stream=io.StringIO()),
+        is_stopping=lambda: False,
     )
 
 

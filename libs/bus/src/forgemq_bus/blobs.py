@@ -221,6 +221,16 @@ def store_errors(filesystem: fsspec.AbstractFileSystem) -> tuple[type[Exception]
     return (OSError, BotoCoreError, ClientError)
 
 
+def store_refusals(filesystem: fsspec.AbstractFileSystem) -> tuple[type[Exception], ...]:
+    """Those of `store_errors` that a later try meets as well: no sign-in, no right, no bucket."""
+    refusals = (PermissionError, FileNotFoundError)
+    if "s3" not in filesystem.protocol:
+        return refusals
+    from botocore.exceptions import NoCredentialsError
+
+    return (*refusals, NoCredentialsError)
+
+
 def minute_of(clock_s: float) -> str:
     """Name of the minute that this time lies in; names sort by time."""
     return time.strftime(_MINUTE, time.gmtime(clock_s))

@@ -106,6 +106,7 @@ async def _train(
         blobs=context.blobs.uri,
         configuration=configuration,
         telemetry=context.telemetry,
+        is_stopping=context.stop.is_set,
     )
     checkpoint = await asyncio.to_thread(store.newest_checkpoint)
     previous = await read_previous_lives(context.log)

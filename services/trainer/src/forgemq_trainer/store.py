@@ -1,6 +1,7 @@
 """What the trainer stores: weights that engines read, checkpoints that a restart reads."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
@@ -54,7 +55,17 @@ class Store:
         blobs: str,
         configuration: RunConfiguration,
         telemetry: Telemetry,
+        is_stopping: Callable[[], bool],
     ) -> None:
+        """Read and write nothing yet.
+
+        Args:
+            settings: Folder of the checkpoints, length of a chain of deltas.
+            blobs: The run's blobs, as an fsspec address.
+            configuration: Of the run.
+            telemetry: For events and gauges.
+            is_stopping: Whether the trainer is to stop; then no store is waited for.
+        """
         folder = Path(settings.folder)
         self._checkpoints = folder / "checkpoints"
         self._whole = folder / "whole"
@@ -62,10 +73,16 @@ class Store:
             blobs,
             run=configuration.run,
             drafts=folder / "weights",
+            telemetry=telemetry,
+            is_stopping=is_stopping,
             deltas_max=settings.deltas_max,
         )
         self._heads = DurableWeights(
-            blobs, run=f"{configuration.run}/heads", drafts=folder / "heads"
+            blobs,
+            run=f"{configuration.run}/heads",
+            drafts=folder / "heads",
+            telemetry=telemetry,
+            is_stopping=is_stopping,
         )
         self._checkpointed: frozenset[Path] = frozenset()
         self._configuration = configuration
@@ -100,6 +117,9 @@ class Store:
         """Save the version that training starts from durably, under this lineage.
 
         It names its draft head, unless it is the one that engines start with.
+
+        Raises:
+            BlobError: the object store refuses, or has been away for too long.
         """
         if self._lora is not None and (checkpoint is not None or self._publishes_adapters):
             self._checkpointed = frozenset({self._folder(training, lineage=lineage)})
@@ -134,7 +154,11 @@ class Store:
         return SavedVersion(version=training.version, weights=weights, head=head, whole=whole)
 
     def keep_version(self, written: SavedVersion) -> SavedVersion:
-        """Make a written version durable, and remove versions that no lane loads any more."""
+        """Make a written version durable, and remove versions that no lane loads any more.
+
+        Raises:
+            BlobError: the object store refuses, or has been away for too long.
+        """
         weights = self._keep(written.weights)
         head = None if written.head is None else self._keep_head(written.head)
         return dataclasses.replace(written, weights=weights, head=head)

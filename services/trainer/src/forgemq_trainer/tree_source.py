@@ -15,18 +15,13 @@ from forgemq_contracts.topics import MERGED_TREES
 from forgemq_contracts.trees import MergedTree
 from forgemq_shell.dead_letters import DeadLetters
 from forgemq_telemetry.telemetry import Telemetry
+from forgemq_trainer.core.store_patience import StorePatience
 
 READ_TIMEOUT_S = 0.2
 """A read returns this late if nothing arrives; then the condition for a lost tree is checked."""
 
 RECORDS_MAX = 64
 """Trees of one read, which is usually those of a step; large ones are in blobs."""
-
-BLOB_RETRIES_MAX = 30
-"""Failed reads in a row, before a blob store that is away ends the process; it fails no group."""
-
-BLOB_RETRY_S = 1.0
-"""Between two attempts to read a blob."""
 
 WAITING_EVENT_S = 10.0
 """Between two events about a wait for trees: a producer's open transaction may hold back readers
@@ -63,7 +58,7 @@ class TreeSource:
         self._places = tuple(places)
         self._telemetry = telemetry
         self._waiting: dict[str, _Waiting] = {}
-        self._blob_failures = 0
+        self._patience = StorePatience()
 
     @classmethod
     async def open(
@@ -82,7 +77,7 @@ class TreeSource:
         once everything in its partition has been read. A slow broker fails no group.
 
         Raises:
-            BlobError: the blob store has not answered for half a minute.
+            BlobError: the blob store has been away for too long; that fails no group.
         """
         wanted = {group.group_id: group.partition for group in scheduled.groups}
         places = [Place(MERGED_TREES.name, partition) for partition in {*wanted.values()}]
@@ -126,13 +121,13 @@ class TreeSource:
         try:
             records = await self._reader.read(timeout_s=READ_TIMEOUT_S, records_max=RECORDS_MAX)
         except BlobError as error:
-            self._blob_failures += 1
-            if self._blob_failures > BLOB_RETRIES_MAX:
+            delay_s = self._patience.delay_s(now_s=asyncio.get_running_loop().time())
+            if delay_s is None:
                 raise
             self._telemetry.event("blob_unreadable", error=str(error))
-            await asyncio.sleep(BLOB_RETRY_S)
+            await asyncio.sleep(delay_s)
             return []
-        self._blob_failures = 0
+        self._patience.answered()
         return records
 
     async def _keep(self, record: Record) -> None:

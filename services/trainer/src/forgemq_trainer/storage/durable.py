@@ -8,6 +8,7 @@ before; a chain of them ends with a full copy once it is long, or larger than th
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import fsspec
 
 from forgemq_contracts.weights import WeightsDelta
 from forgemq_settings.environment import SettingsError
+from forgemq_telemetry.telemetry import Telemetry
 from forgemq_trainer.storage.folders import remove_folder, sync_folder
+from forgemq_trainer.storage.uploads import Uploads
 from forgemq_trainer.storage.weights import WEIGHTS_FILE, WeightsFolder
 from forgemq_weight_deltas import OtherLayoutError, write_delta
 
@@ -30,20 +33,32 @@ class DurableWeights:
     uploaded to `s3://b/r/weights/r/1.3/`.
     """
 
-    def __init__(self, blobs: str, *, run: str, drafts: Path, deltas_max: int = 0) -> None:
+    def __init__(
+        self,
+        blobs: str,
+        *,
+        run: str,
+        drafts: Path,
+        telemetry: Telemetry,
+        is_stopping: Callable[[], bool],
+        deltas_max: int = 0,
+    ) -> None:
         """Write nothing yet.
 
         Args:
             blobs: The run's blobs, as an fsspec address.
             run: Its id.
             drafts: Local folder for versions to upload; unused if the blobs are local.
+            telemetry: For what `Uploads` has to say.
+            is_stopping: Whether the trainer is to stop; then no store is waited for.
             deltas_max: Longest chain of deltas; 0 for none.
 
         Raises:
             SettingsError: the blobs are local, and engines load them in place.
         """
-        self._filesystem, root = fsspec.core.url_to_fs(blobs)
-        self._is_local = "file" in self._filesystem.protocol
+        filesystem, root = fsspec.core.url_to_fs(blobs)
+        self._is_local = "file" in filesystem.protocol
+        self._uploads = Uploads(filesystem, telemetry=telemetry, is_stopping=is_stopping)
         self._root = f"{root.rstrip('/')}/weights/{run}"
         self._uri = f"{blobs.rstrip('/')}/weights/{run}"
         self._folder = Path(self._root) if self._is_local else drafts
@@ -65,7 +80,8 @@ class DurableWeights:
         """Make weights durable: synced here, or uploaded; returns them with the engines' uri.
 
         Raises:
-            OSError: the disk or the object store refuses.
+            OSError: the disk refuses.
+            BlobError: the object store refuses, or has been away for too long.
         """
         if self._is_local:
             sync_folder(weights.folder)
@@ -82,7 +98,7 @@ class DurableWeights:
         # The weights last: a reader that finds them finds all files.
         files = sorted(weights.folder.iterdir(), key=lambda path: (path.name == WEIGHTS_FILE, path))
         for path in files:
-            self._filesystem.put_file(str(path), f"{self._root}/{name}/{path.name}")
+            self._uploads.put(path, f"{self._root}/{name}/{path.name}")
         return replace(weights, uri=f"{self._uri}/{name}")
 
     def _upload_delta(self, weights: WeightsFolder, base: WeightsFolder) -> WeightsFolder | None:
@@ -99,7 +115,7 @@ class DurableWeights:
             if earlier_bytes + changes.size_bytes > weights.size_bytes:
                 return None
             name = weights.folder.name
-            self._filesystem.put_file(str(file), f"{self._root}/{name}/{DELTA_FILE}")
+            self._uploads.put(file, f"{self._root}/{name}/{DELTA_FILE}")
         except (OtherLayoutError, FileNotFoundError):
             return None
         finally:
@@ -122,13 +138,15 @@ class DurableWeights:
         """Keep the newest `kept` versions, newer lineages first, and the folders `besides`.
 
         In an object store those stay too that a version which is kept is made of.
+
+        Raises:
+            OSError: the disk refuses.
+            BlobError: the object store refuses, or has been away for too long.
         """
         # Local drafts and uploads may differ after a crash: a version is old wherever it lies.
         names = {path.name for path in self._folder.glob("*.*")}
-        if not self._is_local and self._filesystem.exists(self._root):
-            # fsspec caches listings, and would not show what another process has uploaded.
-            self._filesystem.invalidate_cache(self._root)
-            names |= {Path(path).name for path in self._filesystem.ls(self._root, detail=False)}
+        if not self._is_local:
+            names |= self._uploads.names(self._root)
         versions = sorted(filter(_NAME.fullmatch, names), key=_age, reverse=True)
         made_of = (self._made_of.get(name, frozenset()) for name in versions[:kept])
         needed = frozenset[str]().union(*made_of)
@@ -140,8 +158,7 @@ class DurableWeights:
 
     def _remove_uploaded(self, name: str) -> None:
         self._made_of.pop(name, None)
-        if self._filesystem.exists(f"{self._root}/{name}"):
-            self._filesystem.rm(f"{self._root}/{name}", recursive=True)
+        self._uploads.remove(f"{self._root}/{name}")
 
 
 def _age(name: str) -> tuple[int, ...]:
