@@ -306,6 +306,7 @@ def test_changes_of_a_resume_may_stand_before_or_after_the_run(tool, run_folder,
     [
         ('code_paths=["nowhere"]', "nowhere is no folder"),
         ("queues.shop_desk.agent=shop_dsk.agent:play", "no module 'shop_dsk' in code_paths"),
+        ("queues.shop_desk.agent=shop_desk.agent:plya", "agent.py; did you mean 'play'?"),
         ("loss.kind=losses_of_mine:loss", "no module 'losses_of_mine' in code_paths"),
     ],
 )

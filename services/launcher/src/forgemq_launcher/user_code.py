@@ -1,13 +1,14 @@
 """Whether the code that a run names is on this machine; checked before anything starts."""
 
+import difflib
 from collections.abc import Iterator, Sequence
-from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
 from forgemq_contracts.environments import EXTRA, environment_of
 from forgemq_contracts.run import Queue, RunConfiguration
 from forgemq_launcher.core.configuration import ConfigurationError
+from forgemq_launcher.module_search import find_modules, names_in
 
 FUNCTIONS = ("task_source", "agent", "outcome", "process", "speed")
 """Fields of a queue that name a `module:function`, or "" for none; agent: or an environment."""
@@ -17,9 +18,10 @@ FILES = ("task_file", "held_out_file")
 
 
 def check_user_code(made: RunConfiguration) -> None:
-    """Refuse paths that lead nowhere, and functions whose module Python does not find.
+    """Refuse paths that lead nowhere, and functions that are in no module that Python finds.
 
-    No code runs: whether a module has the function is known once the service that needs it starts.
+    No code runs: modules are read. One whose text does not tell all of its names is left to the
+    service that imports it.
 
     Raises:
         ConfigurationError: naming the field and what is missing.
@@ -35,11 +37,32 @@ def check_user_code(made: RunConfiguration) -> None:
     for queue in made.queues:
         _check_environment(queue, code_paths=made.code_paths)
     for field, name in _functions(made):
-        package = name.partition(":")[0].partition(".")[0]
-        if not _is_found(package, code_paths=made.code_paths):
-            raise ConfigurationError(
-                f"{field}: {name!r}: no module {package!r} in code_paths or installed"
-            )
+        _check_function(name, field=field, code_paths=made.code_paths)
+
+
+def _check_function(name: str, *, field: str, code_paths: Sequence[str]) -> None:
+    module, _, function = name.partition(":")
+    found = find_modules(module, code_paths=code_paths)
+    if not found:
+        package = module.partition(".")[0]
+        missing = module if find_modules(package, code_paths=code_paths) else package
+        raise ConfigurationError(
+            f"{field}: {name!r}: no module {missing!r} in code_paths or installed"
+        )
+    try:
+        named = [names_in(each) for each in found]
+    except SyntaxError as error:
+        raise ConfigurationError(
+            f"{field}: {name!r}: {error.filename}, line {error.lineno}: {error.msg}"
+        ) from error
+    # Which of several is imported is known to the service alone.
+    if any(each is None or not each.is_complete or function in each.bound for each in named):
+        return
+    known = frozenset[str]().union(*(each.called for each in named if each is not None))
+    near = difflib.get_close_matches(function, sorted(known))
+    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    files = " or ".join(dict.fromkeys(str(each.origin) for each in found))
+    raise ConfigurationError(f"{field}: {name!r}: there is no {function!r} in {files}{hint}")
 
 
 def _check_environment(queue: Queue, *, code_paths: Sequence[str]) -> None:
@@ -49,7 +72,7 @@ def _check_environment(queue: Queue, *, code_paths: Sequence[str]) -> None:
         return
     if find_spec("verifiers") is None:
         raise ConfigurationError(f"{field}: {queue.agent!r} needs {EXTRA}")
-    if not _is_found(environment, code_paths=code_paths):
+    if not find_modules(environment, code_paths=code_paths):
         raise ConfigurationError(
             f"{field}: {queue.agent!r}: no module {environment!r} in code_paths or installed"
         )
@@ -64,10 +87,3 @@ def _functions(made: RunConfiguration) -> Iterator[tuple[str, str]]:
                 yield f"queues.{queue.domain}.{field}", name
     if ":" in made.loss.kind:
         yield "loss.kind", made.loss.kind
-
-
-def _is_found(package: str, *, code_paths: Sequence[str]) -> bool:
-    # Services also import from the folder that they are started in.
-    if PathFinder.find_spec(package, [*code_paths, str(Path.cwd())]) is not None:
-        return True
-    return find_spec(package) is not None
