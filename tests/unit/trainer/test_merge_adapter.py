@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from forgemq_contracts.lora import Lora
 from forgemq_trainer.core.low_rank import factor_names
 from forgemq_trainer.merge_adapter import MergeError, merge_adapter
-from forgemq_trainer.storage.adapters import ADAPTER_FILE, write_adapter
+from forgemq_trainer.storage.adapters import ADAPTER_FILE, model_sha256, write_adapter
 from tests.unit.trainer.scene import save_base
 
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -25,10 +25,16 @@ def _adapter(folder: Path, *, a: tuple[int, ...] = (2, 32), b: tuple[int, ...] =
         dict(zip(names, (torch.ones(a), torch.ones(b)), strict=True)),
         lora=Lora(rank=2, alpha=4.0, targets=("q_proj",)),
         base=base,
-        base_sha256="",
+        base_sha256=model_sha256(base),
         folder=folder / "adapter",
     )
     return folder / "adapter"
+
+
+def _as_of_peft(adapter: Path) -> Path:
+    """The adapter without its base model's checksum."""
+    save_file(load_file(adapter / ADAPTER_FILE), adapter / ADAPTER_FILE, metadata={"format": "pt"})
+    return adapter
 
 
 def _set(adapter: Path, **settings: object) -> None:
@@ -44,6 +50,34 @@ def test_settings_of_peft_that_change_nothing_are_merged(tmp_path: Path) -> None
     found, base = (load_file(tmp_path / each / "model.safetensors") for each in ("merged", "base"))
     # alpha / rank = 2, and each value of B A is 2.
     torch.testing.assert_close(found[f"{LAYER}.weight"], base[f"{LAYER}.weight"] + 4)
+
+
+def test_another_base_model_of_the_same_shapes_is_refused_with_both_checksums(
+    tmp_path: Path,
+) -> None:
+    adapter = _adapter(tmp_path)
+    trained_on = model_sha256(tmp_path / "base")
+    weights = load_file(tmp_path / "base/model.safetensors")
+    weights[f"{LAYER}.weight"][0, 0] += 1
+    save_file(weights, tmp_path / "base/model.safetensors", metadata={"format": "pt"})
+    found = model_sha256(tmp_path / "base")
+    with pytest.raises(MergeError, match=rf"base has sha256 {found}, .* with sha256 {trained_on}"):
+        merge_adapter(adapter, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_base_model_that_was_moved_is_known_by_its_weights(tmp_path: Path) -> None:
+    adapter = _adapter(tmp_path)
+    moved = (tmp_path / "base").rename(tmp_path / "elsewhere")
+    _set(adapter, base_model_name_or_path=str(moved))
+    assert merge_adapter(adapter, tmp_path / "merged") == 1
+
+
+def test_an_adapter_that_names_no_checksum_is_merged_as_one_of_peft(tmp_path: Path) -> None:
+    adapter = _as_of_peft(_adapter(tmp_path))
+    weights = load_file(tmp_path / "base/model.safetensors")
+    save_file(weights, tmp_path / "base/model.safetensors", metadata={"other": "bytes"})
+    assert merge_adapter(adapter, tmp_path / "merged") == 1
 
 
 @pytest.mark.parametrize(
@@ -83,7 +117,7 @@ def test_factors_of_another_shape_than_the_layer_are_refused(
 
 
 def test_a_damaged_file_of_adapter_or_base_is_refused(tmp_path: Path) -> None:
-    adapter = _adapter(tmp_path)
+    adapter = _as_of_peft(_adapter(tmp_path))
     base = tmp_path / "base" / "model.safetensors"
     whole = base.read_bytes()
     base.write_bytes(whole[:-1])

@@ -14,7 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forgemq_trainer.core.low_rank import factor_names, merged_weight
-from forgemq_trainer.storage.adapters import SETTINGS_FILE, AdapterSettings, read_adapter
+from forgemq_trainer.storage.adapters import (
+    SETTINGS_FILE,
+    AdapterSettings,
+    model_sha256,
+    named_base_sha256,
+    read_adapter,
+)
 from forgemq_trainer.storage.folders import write_folder
 
 
@@ -56,6 +62,7 @@ def merge_adapter(adapter: Path, folder: Path) -> int:
         raise MergeError(
             f"{adapter / SETTINGS_FILE}: base_model_name_or_path {base} has no weights"
         )
+    _check_base(adapter, base)
     merged = 0
 
     def fill(draft: Path) -> None:
@@ -77,6 +84,16 @@ def merge_adapter(adapter: Path, folder: Path) -> int:
 
     write_folder(folder, fill)
     return merged
+
+
+def _check_base(adapter: Path, base: Path) -> None:
+    """Refuse a base model of other weights than those that the adapter was trained beside."""
+    trained_on = named_base_sha256(adapter)
+    if trained_on and (found := model_sha256(base)) != trained_on:
+        raise MergeError(
+            f"{adapter / SETTINGS_FILE}: base_model_name_or_path {base} has sha256 {found}, and "
+            f"the adapter was trained on a model with sha256 {trained_on}: name that model"
+        )
 
 
 def _read(adapter: Path) -> tuple[AdapterSettings, dict[str, Tensor]]:

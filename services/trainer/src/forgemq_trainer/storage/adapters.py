@@ -8,15 +8,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from forgemq_contracts.lora import Lora
 from forgemq_trainer.storage.folders import file_sha256, link_or_copy, write_folder
+from forgemq_trainer.storage.tensor_writing import write_tensors
 from forgemq_trainer.storage.weights import WEIGHTS_FILE, WeightsFolder
 
 ADAPTER_FILE = "adapter_model.safetensors"
 SETTINGS_FILE = "adapter_config.json"
+
+BASE_SHA256 = "base_model_sha256"
+"""Key of the base model's checksum in the header of the tensors. Not in the settings, which are
+peft's: readers of those need not take a field that peft does not have."""
 
 
 class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +52,9 @@ def write_adapter(
         folder: To write.
     """
     write_folder(
-        folder, lambda draft: fill_adapter(draft, tensors, lora=lora, base=base), is_synced=False
+        folder,
+        lambda draft: fill_adapter(draft, tensors, lora=lora, base=base, base_sha256=base_sha256),
+        is_synced=False,
     )
     file = folder / ADAPTER_FILE
     return WeightsFolder(
@@ -59,7 +67,9 @@ def write_adapter(
     )
 
 
-def fill_adapter(folder: Path, tensors: Mapping[str, Tensor], *, lora: Lora, base: Path) -> None:
+def fill_adapter(
+    folder: Path, tensors: Mapping[str, Tensor], *, lora: Lora, base: Path, base_sha256: str
+) -> None:
     """Write an adapter's files into an existing folder."""
     settings = AdapterSettings(
         base_model_name_or_path=str(base.resolve()),
@@ -69,8 +79,8 @@ def fill_adapter(folder: Path, tensors: Mapping[str, Tensor], *, lora: Lora, bas
     )
     encoded = msgspec.json.format(msgspec.json.encode(settings), indent=2)
     (folder / SETTINGS_FILE).write_bytes(encoded + b"\n")
-    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(held, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    metadata = {"format": "pt", BASE_SHA256: base_sha256}
+    write_tensors(folder / ADAPTER_FILE, tensors, metadata=metadata)
 
 
 def link_adapter(source: Path, target: Path) -> None:
@@ -83,6 +93,16 @@ def link_adapter(source: Path, target: Path) -> None:
 def read_adapter(folder: Path) -> dict[str, Tensor]:
     """The tensors of the adapter in a folder."""
     return load_file(folder / ADAPTER_FILE)
+
+
+def named_base_sha256(folder: Path) -> str:
+    """Checksum of the base model that the adapter in a folder was trained on; "" if it names none.
+
+    Adapters that the trainer writes name it, those of peft do not.
+    """
+    with safe_open(folder / ADAPTER_FILE, framework="pt") as opened:
+        named: Mapping[str, str] = opened.metadata() or {}
+    return named.get(BASE_SHA256, "")
 
 
 def model_sha256(folder: Path) -> str:
