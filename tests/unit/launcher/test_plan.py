@@ -176,7 +176,7 @@ def test_an_engine_keeps_what_weights_and_graphs_leave():
 
 def test_an_engine_keeps_latent_keys_whole_on_each_gpu():
     """As SGLang 0.5.23 counts them in `model_executor/pool_configurator.py`."""
-    config = {"model_type": "deepseek_v3", "num_hidden_layers": 4, "n_routed_experts": 8}
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 4, "n_routed_experts": 16}
     model = answer(AskedModel(config=json.dumps(config).encode()))
     assert isinstance(model, PlannedModel)
     assert (model.latent_size, SIZES.latent_size) == (512 + 64, 0)

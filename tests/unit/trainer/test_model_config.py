@@ -95,6 +95,15 @@ def test_code_of_a_model_is_neither_run_nor_asked_about(
         ("gpt_oss", {"num_experts_per_tok": -1}, "must be 1 to num_experts, which is 4, got -1"),
         ("llama", {"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
         ("llama", {"num_key_value_heads": 3}, "must divide num_attention_heads, got 3 and 4"),
+        ("deepseek_v3", {"head_dim": 8}, "head_dim must be qk_rope_head_dim, which is 4, or left"),
+        ("deepseek_v3", {"qk_rope_head_dim": 3}, "qk_rope_head_dim must be even, got 3"),
+        ("deepseek_v3", {"qk_nope_head_dim": 0}, "qk_nope_head_dim must be at least 1, got 0"),
+        ("deepseek_v3", {"v_head_dim": 0}, "v_head_dim must be at least 1, got 0"),
+        ("deepseek_v3", {"n_group": 3}, "n_group must divide n_routed_experts, which is 4, got 3"),
+        ("deepseek_v3", {"topk_group": 0}, "topk_group must be 1 to n_group, which is 2, got 0"),
+        ("glm4_moe", {"topk_group": 3}, "topk_group must be 1 to n_group, which is 2, got 3"),
+        ("glm4_moe", {"n_group": 4}, "n_group must be at most half of n_routed_experts, .* got 4"),
+        ("glm4_moe", {"num_experts_per_tok": 3}, "at most the 2 experts of topk_group groups"),
     ],
 )
 def test_sizes_that_contradict_each_other_are_refused(

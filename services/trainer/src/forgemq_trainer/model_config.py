@@ -3,6 +3,7 @@
 Code that a model's folder brings along is never run.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,20 @@ SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
     "intermediate_size",
     "moe_intermediate_size",
     "vocab_size",
 )
 """Fields that are at least 1 where a model has them."""
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names that families give the number of a layer's experts."""
+EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
+"""Names that families give the number of a layer's experts. The first is that of its families'
+config.json, whose classes know another one too."""
 
 CHOSEN = "num_experts_per_tok"
 
@@ -105,7 +112,23 @@ def check_sizes(config: object) -> None:
         raise ModelConfigError(
             f"num_key_value_heads must divide num_attention_heads, got {key_heads} and {heads}"
         )
+    _check_latent(sizes)
     _check_experts(config)
+
+
+def _check_latent(sizes: Mapping[str, int]) -> None:
+    """Refuse sizes of attention with latent keys that its first step would not take."""
+    rotary = sizes.get("qk_rope_head_dim")
+    if rotary is None:
+        return
+    if rotary % 2:
+        raise ModelConfigError(f"qk_rope_head_dim must be even, got {rotary}: pairs turn")
+    # The family's class makes the angles of so many values, and turns qk_rope_head_dim of them.
+    if sizes.get("head_dim", rotary) != rotary:
+        raise ModelConfigError(
+            f"head_dim must be qk_rope_head_dim, which is {rotary}, or left out, got "
+            f"{sizes['head_dim']}"
+        )
 
 
 def _check_experts(config: object) -> None:
@@ -116,3 +139,25 @@ def _check_experts(config: object) -> None:
     experts = getattr(config, name) or 0
     if not isinstance(chosen, int) or not 1 <= chosen <= experts:
         raise ModelConfigError(f"{CHOSEN} must be 1 to {name}, which is {experts}, got {chosen}")
+    groups, kept = getattr(config, "n_group", None), getattr(config, "topk_group", None)
+    if groups is not None and kept is not None:
+        _check_groups((name, experts), chosen=chosen, groups=groups, kept=kept)
+
+
+def _check_groups(named: tuple[str, int], *, chosen: int, groups: int, kept: int) -> None:
+    """Refuse groups of experts of which a router could not choose."""
+    name, experts = named
+    if groups < 1 or experts % groups:
+        raise ModelConfigError(f"n_group must divide {name}, which is {experts}, got {groups}")
+    if not 1 <= kept <= groups:
+        raise ModelConfigError(f"topk_group must be 1 to n_group, which is {groups}, got {kept}")
+    size = experts // groups
+    if kept < groups and size < 2:
+        raise ModelConfigError(
+            f"n_group must be at most half of {name}, which is {experts}, got {groups}: a group is "
+            "judged by its best two"
+        )
+    if chosen > kept * size:
+        raise ModelConfigError(
+            f"{CHOSEN} must be at most the {kept * size} experts of topk_group groups, got {chosen}"
+        )
