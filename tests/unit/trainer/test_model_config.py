@@ -3,14 +3,15 @@
 import json
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from transformers import AutoConfig
 
 from forgemq_contracts.trainer_plan import AskedModel, RefusedPlan
-from forgemq_trainer.families import check_supported
-from forgemq_trainer.model import load_model
+from forgemq_trainer.families import UnsupportedModelError, check_expert_rows, check_supported
+from forgemq_trainer.model import DTYPES, load_model
 from forgemq_trainer.model_config import ModelConfigError, check_sizes, read_model_config
 from forgemq_trainer.plan import answer
 from tests.unit.trainer.scene import make_model, save_base
@@ -115,6 +116,42 @@ def test_sizes_that_contradict_each_other_are_refused(
         setattr(config, name, value)
     with pytest.raises(ModelConfigError, match=reason):
         check_supported(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "changes", "reason"),
+    [
+        ("qwen3_moe", "bfloat16", {"moe_intermediate_size": 20}, "moe_.* multiple of 8 .* got 20"),
+        ("qwen3_moe", "bfloat16", {"hidden_size": 36}, "hidden_size must be a multiple of 8 .* 36"),
+        ("qwen3_moe", "float32", {"hidden_size": 38}, "hidden_size must be a multiple of 4 .* 38"),
+        ("gpt_oss", "bfloat16", {"intermediate_size": 44}, "intermediate_size must .* 8 .* got 44"),
+    ],
+)
+def test_experts_whose_rows_torch_does_not_multiply_are_refused_at_load(
+    tmp_path: Path,
+    kind: str,
+    dtype: Literal["float32", "bfloat16"],
+    changes: dict[str, object],
+    reason: str,
+) -> None:
+    save_base(tmp_path, kind=kind, **changes)
+    with pytest.raises(UnsupportedModelError, match=f"^{reason}"):
+        load_model(tmp_path, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "changes"),
+    [
+        ("qwen3_moe", "float32", {"moe_intermediate_size": 20}),
+        ("glm4_moe", "bfloat16", {"intermediate_size": 21}),  # Of its dense layer.
+        ("qwen3", "bfloat16", {"intermediate_size": 21}),
+    ],
+)
+def test_other_rows_are_taken(kind: str, dtype: str, changes: dict[str, object]) -> None:
+    model = make_model(kind, DTYPES[dtype], **changes)
+    check_expert_rows(model.config, dtype=DTYPES[dtype])
+    logits = model(input_ids=torch.arange(5)[None], use_cache=False).logits
+    assert torch.isfinite(logits).all()
 
 
 def test_a_family_without_these_sizes_passes() -> None:

@@ -8,6 +8,7 @@ as that decides whether it could be supported.
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from forgemq_contracts.model_families import MODEL_TYPES, REFUSED_MODEL_TYPES, refusal
@@ -19,7 +20,7 @@ from forgemq_trainer.contents import (
 )
 from forgemq_trainer.core.layers import SILU
 from forgemq_trainer.model_config import check_sizes
-from forgemq_trainer.model_sizes import SIGMOID_ROUTERS
+from forgemq_trainer.model_sizes import SIGMOID_ROUTERS, expert_count
 
 PARTIAL_ROTARY = ("glm4_moe", "minimax_m2")
 """Families in which a part of a head may turn with its position. The classes of the others turn all
@@ -27,6 +28,9 @@ of it, whatever their configuration says, and SGLang's classes of some of them o
 
 GELU = ("gelu_pytorch_tanh",)
 """The activation of Gemma 3."""
+
+ROW_BYTES = 16
+"""The rows that torch's product of a group of matrices takes are a multiple of it."""
 
 GPU_HEAD_SIZE_MIN = 16
 """FlexAttention compiles no smaller head size."""
@@ -116,6 +120,25 @@ def check_modules(model: nn.Module) -> None:
     # The chunked head computes hidden @ weights only.
     if getattr(head, "bias", None) is not None:
         raise UnsupportedModelError("a head with a bias is not supported")
+
+
+def check_expert_rows(config: Any, *, dtype: torch.dtype) -> None:  # noqa: ANN401
+    """Refuse experts whose rows torch does not multiply in this dtype, on a CPU or a GPU.
+
+    Raises:
+        UnsupportedModelError: names the field of the model's configuration and the rule.
+    """
+    if not expert_count(config):
+        return
+    multiple = ROW_BYTES // dtype.itemsize
+    own = "moe_intermediate_size"
+    for name in ("hidden_size", own if hasattr(config, own) else "intermediate_size"):
+        if (size := getattr(config, name)) % multiple:
+            raise UnsupportedModelError(
+                f"{name} must be a multiple of {multiple} in a mixture of experts of "
+                f"{dtype.itemsize} bytes a value, got {size}: torch multiplies rows of experts by "
+                f"{ROW_BYTES} bytes"
+            )
 
 
 def check_head_size(head_size: int, *, device: str) -> None:

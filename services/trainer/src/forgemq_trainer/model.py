@@ -26,6 +26,7 @@ from forgemq_trainer.core.recomputation import LayerCall
 from forgemq_trainer.core.routers import ROUTERS
 from forgemq_trainer.families import (
     UnsupportedModelError,
+    check_expert_rows,
     check_head_size,
     check_modules,
     check_supported,
@@ -159,6 +160,7 @@ def _unfilled(folder: Path, *, dtype: Literal["float32", "bfloat16"]) -> Any:  #
     disable_progress_bar()  # A service writes events only, one JSON line each.
     config = read_model_config(folder)
     check_supported(config)
+    check_expert_rows(config, dtype=DTYPES[dtype])
     # Registered before the model is built, which refuses an attention that it does not know.
     AttentionInterface.register(ATTENTION_NAME, shared_attention_interface)
     return empty_model(config, dtype=DTYPES[dtype], attention=ATTENTION_NAME)

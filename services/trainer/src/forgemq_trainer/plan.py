@@ -37,7 +37,7 @@ from forgemq_trainer.core.memory import ModelShape, least_budget_bytes
 from forgemq_trainer.core.planned_step import Ranks, planned_group, planned_step
 from forgemq_trainer.core.traffic import GatheredValues, RankGrid
 from forgemq_trainer.core.tree import Forest, InvalidTreeError, read_tree
-from forgemq_trainer.families import check_head_size, check_supported
+from forgemq_trainer.families import check_expert_rows, check_head_size, check_supported
 from forgemq_trainer.model import DTYPES
 from forgemq_trainer.model_config import (
     CONFIG_FILE,
@@ -177,6 +177,7 @@ def step_of(config: Any, asked: AskedStep) -> PlannedStep:  # noqa: ANN401
     """
     run = asked.configuration
     check_supported(config)
+    check_expert_rows(config, dtype=DTYPES[run.model.dtype])
     check_expert_ranks(config, run.trainer)
     shape = shape_of(config, run, device=asked.device)
     ranks = Ranks(
