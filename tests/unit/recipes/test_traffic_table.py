@@ -8,8 +8,9 @@ from forgemq_launcher.plan.group_trees import usual_tree
 from forgemq_launcher.plan.machines import GPUS
 from forgemq_trainer.core.traffic import RankGrid, passes_of, plan_update
 from forgemq_trainer.core.tree import Forest, read_tree
+from forgemq_trainer.model_config import model_config
 from forgemq_trainer.model_sizes import gathered_values
-from forgemq_trainer.plan import model_without_memory, read_config, shape_of
+from forgemq_trainer.plan import model_without_memory, shape_of
 from tests.unit.recipes.planned_recipes import RECIPES, ROOT, run_of
 
 EPISODES = 8
@@ -25,7 +26,7 @@ def _tree(tokens: int) -> Forest:
 @pytest.mark.parametrize(("groups", "tokens"), [(64, 4_000), (16, 40_000), (8, 67_584)])
 def test_the_page_says_what_ranks_send(groups: int, tokens: int):
     run = run_of("qwen3-30b-a3b/maths.toml")
-    config = read_config((RECIPES / "qwen3-30b-a3b/config.json").read_bytes())
+    config = model_config((RECIPES / "qwen3-30b-a3b/config.json").read_bytes())
     model, shape = model_without_memory(config), shape_of(config, run, device="cuda")
     page = (ROOT / "docs/tree_training.md").read_text()
     trees = [_tree(tokens)] * groups

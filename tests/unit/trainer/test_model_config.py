@@ -31,8 +31,14 @@ def _changed(folder: Path, **changes: object) -> Path:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "nope"}, "model type `nope`"),
-        ({"model_type": LEFT_OUT}, "Unrecognized model"),
+        (
+            {"model_type": "nope"},
+            "model_type must be a family of the installed transformers, got 'nope'",
+        ),
+        (
+            {"model_type": LEFT_OUT},
+            "model_type must be a family of the installed transformers, got None",
+        ),
         ({"hidden_size": "32"}, "Field 'hidden_size' expected int, got str"),
         ({"rms_norm_eps": None}, "Field 'rms_norm_eps' expected float, got NoneType"),
         ({"layer_types": ["full_attention"]}, "must be equal to the number of `layer_types`"),
@@ -63,10 +69,15 @@ def test_a_division_by_zero_in_a_familys_class_is_refused_too(tmp_path: Path) ->
 
 def test_text_that_is_no_config_is_refused(tmp_path: Path) -> None:
     folder = _changed(tmp_path / "model")
-    for text in ("", "{", "[]", "null"):
+    for text in ("", "{", "[]", "null", '{"model_type": ["qwen3"]}'):
         (folder / "config.json").write_text(text)
-        with pytest.raises(ModelConfigError, match=r"config\.json: transformers: "):
+        with pytest.raises(
+            ModelConfigError, match=r"config\.json: (not JSON|model_type)"
+        ) as raised:
             read_model_config(folder)
+        planned = answer(AskedModel(config=text.encode()))
+        assert isinstance(planned, RefusedPlan)
+        assert str(raised.value) == f"{folder / 'config.json'}: {planned.reason}"
     (folder / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         read_model_config(folder)
@@ -78,7 +89,7 @@ def test_code_of_a_model_is_neither_run_nor_asked_about(
     code = {"auto_map": {"AutoConfig": "configuration_other.Other"}}
     folder = _changed(tmp_path / "model", model_type="other", **code)
     (folder / "configuration_other.py").write_text("raise SystemExit('the code has run')")
-    with pytest.raises(ModelConfigError, match="custom code"):
+    with pytest.raises(ModelConfigError, match="is never run"):
         read_model_config(folder)
     assert "[y/N]" not in capsys.readouterr().out
     assert not any("configuration_other" in name for name in sys.modules)

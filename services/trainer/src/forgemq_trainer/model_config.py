@@ -3,12 +3,13 @@
 Code that a model's folder brings along is never run.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from forgemq_settings.environment import SettingsError
 
@@ -64,10 +65,32 @@ def read_model_config(folder: Path) -> Any:  # noqa: ANN401  # transformers' cla
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no {CONFIG_FILE}")
     try:
-        # Without an explicit refusal, transformers asks on the terminal whether to run such code.
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (*REFUSALS, OSError) as error:
-        raise ModelConfigError(f"{file}: transformers: {_one_line(error)}") from error
+        return model_config(file.read_bytes())
+    except ModelConfigError as error:
+        raise ModelConfigError(f"{file}: {error}") from error
+
+
+def model_config(content: bytes) -> Any:  # noqa: ANN401  # as above
+    """The configuration in the bytes of a config.json, as its family's class has it.
+
+    Raises:
+        ModelConfigError: they have no configuration, its family is unknown to transformers, or it
+            lacks or contradicts what the family's class needs.
+    """
+    try:
+        values = json.loads(content)
+    except ValueError as error:
+        raise ModelConfigError(f"not JSON: {error}") from error
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise ModelConfigError(
+            f"model_type must be a family of the installed transformers, got {kind!r}; code that a "
+            "model's folder brings along is never run"
+        )
+    try:
+        return CONFIG_MAPPING[kind].from_dict(values)
+    except REFUSALS as error:
+        raise ModelConfigError(f"transformers: {_one_line(error)}") from error
 
 
 def built(config: object, **options: object) -> Any:  # noqa: ANN401  # as above

@@ -5,10 +5,8 @@ from the functions that train: the same shape of the model, planner of memory an
 """
 
 import sys
-import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -40,10 +38,8 @@ from forgemq_trainer.core.tree import Forest, InvalidTreeError, read_tree
 from forgemq_trainer.families import check_expert_rows, check_head_size, check_supported
 from forgemq_trainer.model import DTYPES
 from forgemq_trainer.model_config import (
-    CONFIG_FILE,
-    ModelConfigError,
     built,
-    read_model_config,
+    model_config,
 )
 from forgemq_trainer.model_sizes import (
     expert_count,
@@ -78,7 +74,7 @@ def main() -> None:
 def answer(question: PlanQuestion) -> PlannedModel | PlannedStep | RefusedPlan:
     """The answer to one question; a config.json that transformers refuses is refused by name."""
     try:
-        config = read_config(question.config)
+        config = model_config(question.config)
         if isinstance(question, AskedModel):
             return sizes_of(config, question.lora)
     except SettingsError as error:
@@ -87,22 +83,6 @@ def answer(question: PlanQuestion) -> PlannedModel | PlannedStep | RefusedPlan:
         return step_of(config, question)
     except (SettingsError, InvalidTreeError) as error:
         return PlannedStep(refusal=str(error))
-
-
-def read_config(config: bytes) -> Any:  # noqa: ANN401  # transformers' classes have no common type
-    """The model's configuration in transformers.
-
-    Raises:
-        ModelConfigError: transformers does not take it.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / CONFIG_FILE).write_bytes(config)
-        try:
-            return read_model_config(Path(folder))
-        except ModelConfigError as error:
-            # Who asks knows the file by another name, and says it.
-            reason = str(error).removeprefix(f"{Path(folder) / CONFIG_FILE}: ")
-            raise ModelConfigError(reason.replace(folder, "its folder")) from error
 
 
 def sizes_of(config: Any, lora: Lora | None = None) -> PlannedModel:  # noqa: ANN401
