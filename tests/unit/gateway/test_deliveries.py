@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from forgemq_bus.errors import LogUnavailableError
 from forgemq_bus.log import Emit
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
@@ -35,6 +36,8 @@ class Scene:
         self.deliveries = deliveries
         self.passes = passes
         self.left: set[int] = set()
+        self.broken: set[int] = set()
+        """Numbers of the writes that the log does not take."""
 
     def record(self, client: int) -> "asyncio.Task[None]":
         writing = self.deliveries.record(
@@ -44,12 +47,15 @@ class Scene:
 
 
 async def scene_of(model: Any) -> tuple[Scene, list[bytes]]:
-    configuration, written = configuration_of(model), []
+    configuration, written = configuration_of(model), list[bytes]()
     passes = [asyncio.Event() for _ in range(3)]
-    waiting = iter(passes)
+    waiting = enumerate(passes)
 
     async def hold(emit: Emit) -> None:
-        await next(waiting).wait()
+        number, may_pass = next(waiting)
+        await may_pass.wait()
+        if number in scene.broken:
+            raise LogUnavailableError("no answer in time")
         written.append(emit.value)
 
     log = HinderedLog(MemoryLog(run="r", clock_ms=wall_ms).open(), hold)
@@ -70,7 +76,8 @@ async def scene_of(model: Any) -> tuple[Scene, list[bytes]]:
         fenced=fenced,
         read_back=read_back,
     )
-    return Scene(Deliveries(outbox, clock=Clock()), passes), written
+    scene = Scene(Deliveries(outbox, clock=Clock()), passes)
+    return scene, written
 
 
 async def test_a_delivery_that_was_withdrawn_stays_so_when_its_first_record_is_read_back(
@@ -129,6 +136,23 @@ async def test_an_answer_that_every_client_left_is_withdrawn_once(model: Any) ->
             await task
     assert scene.episode.delivered == set()
     assert withdrawn(written) == [False, False, True]
+
+
+async def test_an_answer_is_not_delivered_if_one_client_left_and_the_other_is_refused(
+    model: Any,
+) -> None:
+    scene, _ = await scene_of(model)
+    first, second = scene.record(1), scene.record(2)
+    await asyncio.sleep(0)
+    scene.left.add(1)
+    scene.passes[0].set()
+    with pytest.raises(ClientGoneError):
+        await first
+    scene.broken.add(1)
+    scene.passes[1].set()
+    with pytest.raises(LogUnavailableError):
+        await second
+    assert scene.episode.delivered == set(), "the second client asks again, for the same answer"
 
 
 async def test_the_records_of_all_choices_are_written_at_once(model: Any) -> None:

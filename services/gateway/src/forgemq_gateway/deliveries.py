@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from msgspec import Struct
 
+from forgemq_bus.errors import LogError
 from forgemq_contracts.completions import DeliveredCompletion
 from forgemq_gateway.clock import Clock
 from forgemq_gateway.core.episodes import HeldEpisode
@@ -59,16 +60,17 @@ class Deliveries:
         ids = [completion.request_id for completion in completions]
         episode.recorded.update(ids)
         with self._client_of(ids) as deliveries:
-            await self._write_new(episode, ids)
+            try:
+                await self._write_new(episode, ids)
+            except LogError:
+                # Another client may have left behind its record: the repetition gets the answer.
+                episode.delivered.difference_update(_nobodys(ids, deliveries))
+                raise
             if not has_left():
                 for delivery in deliveries:
                     delivery.is_had = True
                 return
-            alone = [
-                request_id
-                for request_id, delivery in zip(ids, deliveries, strict=True)
-                if delivery.clients == 1 and not delivery.is_had
-            ]
+            alone = _nobodys(ids, deliveries)
             # Before the writes: the same body may come again at once and continues the turns.
             episode.delivered.difference_update(alone)
             for request_id in alone:
@@ -115,3 +117,12 @@ class Deliveries:
             is_withdrawn=is_withdrawn,
         )
         await self._outbox.write(record)
+
+
+def _nobodys(ids: Sequence[str], deliveries: Sequence[Delivery]) -> list[str]:
+    """Those that no client has had, and that only this one still waits for."""
+    return [
+        request_id
+        for request_id, delivery in zip(ids, deliveries, strict=True)
+        if delivery.clients == 1 and not delivery.is_had
+    ]
