@@ -25,7 +25,7 @@ def emit(value: bytes) -> Emit:
 
 
 class Producer:
-    """Acknowledges when it is told to, and then no more once a record was refused."""
+    """Acknowledges a record when the test sets its future, or refuses it."""
 
     def __init__(self, number: int) -> None:
         self.number, self.offset = number, 10 * number
