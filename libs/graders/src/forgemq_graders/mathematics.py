@@ -21,6 +21,7 @@ from forgemq_graders.comparison import (
     AnswerPair,
     Compared,
 )
+from forgemq_graders.turns import in_turn
 
 _START_TIMEOUT_S = 60.0
 """For the imports of sympy, on a busy machine; 1 to 2 s on a quiet one."""
@@ -59,7 +60,7 @@ class Mathematics:
         """
         text = answer[-ANSWER_CHARACTERS_MAX:].encode(errors="replace").decode()
         comparison = AnswerPair(answer=text, gold=gold)
-        async with self._turn:
+        async with in_turn(self._turn):
             process = await self._running()
             try:
                 async with asyncio.timeout(self._timeout_s):

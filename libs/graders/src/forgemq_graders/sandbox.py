@@ -28,6 +28,7 @@ from msgspec import Meta, Struct
 from forgemq_graders.jail_pipes import JailPipes
 from forgemq_graders.probe import ENVIRON, PROBE, faults
 from forgemq_graders.system_calls import call_filter
+from forgemq_graders.turns import in_turn
 
 Ended: TypeAlias = Literal["exit", "signal", "time", "cpu", "memory", "output", "stopped"]
 JAIL = Path(__file__).with_name("jail.py")
@@ -142,7 +143,7 @@ class Sandbox:
             IsolationRefusedError: the machine cannot isolate it; it did not run.
         """
         await self.check()
-        async with self.at_once:
+        async with in_turn(self.at_once):
             return await self._execute(command, self.limits, files=files or {}, stdin=stdin)
 
     async def check(self) -> None:

@@ -57,6 +57,13 @@ class Cancel(Struct, frozen=True, kw_only=True, tag="cancel"):
     number: int
 
 
+class Waiting(Struct, frozen=True, kw_only=True, tag="waiting"):
+    """Says of a grading that others hold it up, or that they do so no more."""
+
+    number: int
+    is_waiting: bool
+
+
 class Graded(Struct, frozen=True, kw_only=True, tag="graded"):
     """The answer to Grade: what the functions returned."""
 
@@ -65,7 +72,7 @@ class Graded(Struct, frozen=True, kw_only=True, tag="graded"):
 
 
 ToWorker = Load | Grade | Cancel
-FromWorker = Loaded | Graded
+FromWorker = Loaded | Waiting | Graded
 
 
 def frame_to_worker(message: ToWorker) -> bytes:

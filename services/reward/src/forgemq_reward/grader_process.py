@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from forgemq_contracts.grading import GradingEpisode
+from forgemq_reward.core.grading_clock import GradingClock
 from forgemq_reward.core.verdict import Verdict
 from forgemq_reward.grader_messages import (
     LENGTH_BYTES,
@@ -16,6 +17,7 @@ from forgemq_reward.grader_messages import (
     Load,
     Loaded,
     ToWorker,
+    Waiting,
     frame_to_worker,
     from_worker,
 )
@@ -26,6 +28,9 @@ _START_TIMEOUT_S = 60.0
 
 _CANCEL_S = 2.0
 """For a cancelled grading to end: time to close its connections. Beyond it the process hangs."""
+
+_LOOK_S = 0.1
+"""Between two looks at the time of a grading that waits, or has none left."""
 
 _LOAD = 0
 """The number of the message Load; gradings count from 1."""
@@ -48,7 +53,8 @@ class GraderProcess:
 
     Args:
         load: The functions that the process imports.
-        timeout_s: Of all functions together, for one episode.
+        timeout_s: Of all functions together, for one episode, without the time for which they wait
+            for other gradings of the process.
         environ: The process gets it without the credentials of the run (`for_user_code`).
     """
 
@@ -95,8 +101,12 @@ class GraderProcess:
     async def _graded(self, child: "_Child", episode: GradingEpisode) -> Verdict:
         self._number += 1
         number = self._number
-        answer = child.ask(number, Grade(number=number, episode=episode))
-        is_late = not (await asyncio.wait([answer], timeout=self._timeout_s))[0]
+        now_s = asyncio.get_running_loop().time
+        clock = GradingClock(limit_s=self._timeout_s, now_s=now_s())
+        answer = child.ask(number, Grade(number=number, episode=episode), clock)
+        while (left_s := clock.left_s(now_s())) > 0 and not answer.done():
+            await asyncio.wait([answer], timeout=max(left_s, _LOOK_S))
+        is_late = not answer.done()
         limit = f"the graders took more than {self._timeout_s:g} s"
         if is_late:
             child.send(Cancel(number=number))
@@ -149,6 +159,7 @@ class _Child(asyncio.SubprocessProtocol):
     def __init__(self) -> None:
         self.ended = asyncio.Event()
         self._answers: dict[int, asyncio.Future[FromWorker]] = {}
+        self._clocks: dict[int, GradingClock] = {}
         self._received = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -156,10 +167,18 @@ class _Child(asyncio.SubprocessProtocol):
         self._process = cast("asyncio.SubprocessTransport", transport)
         self._requests = cast("asyncio.WriteTransport", self._process.get_pipe_transport(0))
 
-    def ask(self, number: int, message: ToWorker) -> "asyncio.Future[FromWorker]":
-        """Send a message; GraderLostError comes out of its future if the process ends first."""
+    def ask(
+        self, number: int, message: ToWorker, clock: GradingClock | None = None
+    ) -> "asyncio.Future[FromWorker]":
+        """Send a message; GraderLostError comes out of its future if the process ends first.
+
+        The clock stands still while the process says so.
+        """
         answer: asyncio.Future[FromWorker] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
+        if clock is not None:
+            self._clocks[number] = clock
+            answer.add_done_callback(lambda _: self._clocks.pop(number))
         if self.ended.is_set():
             self._lose()
         else:
@@ -178,7 +197,7 @@ class _Child(asyncio.SubprocessProtocol):
         await self.ended.wait()
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:  # noqa: ARG002 - of the protocol
-        """Resolve the futures of the answers that are complete."""
+        """Take the messages that are complete."""
         self._received += data
         while len(self._received) >= LENGTH_BYTES:
             end = LENGTH_BYTES + int.from_bytes(self._received[:LENGTH_BYTES], "big")
@@ -186,10 +205,19 @@ class _Child(asyncio.SubprocessProtocol):
                 return
             message = from_worker(bytes(self._received[LENGTH_BYTES:end]))
             del self._received[:end]
-            number = _LOAD if isinstance(message, Loaded) else message.number
-            answer = self._answers.pop(number, None)
-            if answer is not None and not answer.done():
-                answer.set_result(message)
+            self._take(message)
+
+    def _take(self, message: FromWorker) -> None:
+        if isinstance(message, Waiting):
+            clock = self._clocks.get(message.number)
+            if clock is not None:
+                now_s = asyncio.get_running_loop().time()
+                clock.note(is_waiting=message.is_waiting, now_s=now_s)
+            return
+        number = _LOAD if isinstance(message, Loaded) else message.number
+        answer = self._answers.pop(number, None)
+        if answer is not None and not answer.done():
+            answer.set_result(message)
 
     def process_exited(self) -> None:
         """Close the way to the process, so that its connection counts as lost."""

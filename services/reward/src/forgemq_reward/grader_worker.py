@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, TypeAlias
 import msgspec
 
 from forgemq_contracts.grading import GradingEpisode
+from forgemq_contracts.grading_waits import heard_by
 from forgemq_reward.core.verdict import Verdict
 from forgemq_reward.grader_messages import (
     LENGTH_BYTES,
@@ -34,6 +35,7 @@ from forgemq_reward.grader_messages import (
     Loaded,
     QueueFunctions,
     ToWorker,
+    Waiting,
     frame_from_worker,
     to_worker,
 )
@@ -99,8 +101,12 @@ def _forget(grading: dict[int, asyncio.Task[None]], number: int, over: object) -
 async def _grade(
     answers: BinaryIO, graders: Graders, episode: GradingEpisode, *, number: int
 ) -> None:
+    def say(is_waiting: bool) -> None:
+        _answer(answers, Waiting(number=number, is_waiting=is_waiting))
+
     try:
-        verdict = await verdict_of(graders, episode)
+        with heard_by(say):
+            verdict = await verdict_of(graders, episode)
     except asyncio.CancelledError:
         # By the parent, or by user code that cancelled its own task: either way it is answered.
         verdict = Verdict(error="the grading was cancelled")
