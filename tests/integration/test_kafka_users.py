@@ -96,6 +96,13 @@ async def start(module: str, *arguments: str, given: dict[str, str]) -> Process:
     )
 
 
+async def end(process: Process) -> None:
+    """Kill it, if it lives, and close its pipes."""
+    if process.returncode is None:
+        process.kill()
+    await process.communicate()
+
+
 async def wait_for(process: Process, event: str, *, service: str) -> None:
     """Read the process's lines up to this event."""
     seen: list[str] = []
@@ -128,7 +135,7 @@ async def test_each_service_starts_and_the_merger_merges_with_the_rights_of_its_
     async with AsyncExitStack() as stack:
         for service, event in SERVICES.items():
             process = await start(f"forgemq_{service}", given=environ(address, service, tmp_path))
-            stack.callback(lambda each=process: each.returncode is None and each.kill())
+            stack.push_async_callback(end, process)
             await wait_for(process, event, service=service)
         log = KafkaLog(kafka_connection({"FORGEMQ_KAFKA": plain}), run=RUN)
         stack.push_async_callback(log.close)
