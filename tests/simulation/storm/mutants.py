@@ -172,13 +172,11 @@ MUTANTS = (
         file=TASK,
         edits=(
             (
-                "            positions={**batch.positions, plan",
-                "            positions={},\n"
-                "        )\n"
-                "        await writer.commit(\n"
-                "            outputs=(),\n"
-                "            group=plan.positions_group,\n"
-                "            positions={**batch.positions, plan",
+                "        await patiently(\n            lambda: writer",
+                "        await writer.commit(outputs=outputs, group=plan.positions_group, "
+                "positions={})\n"
+                "        outputs = []\n"
+                "        await patiently(\n            lambda: writer",
             ),
         ),
     ),
