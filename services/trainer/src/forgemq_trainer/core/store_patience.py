@@ -1,7 +1,7 @@
 """How long the trainer waits for an object store or blob store that is away.
 
 Another life would load the model and train again what was computed since the newest checkpoint.
-So it waits longer than other services, which end at once and lose nothing by a restart.
+So it waits longer than other services, which end after 30 s and lose nothing by a restart.
 """
 
 AWAY_S_MAX = 300.0
