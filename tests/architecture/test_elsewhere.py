@@ -3,7 +3,11 @@
 from functools import cache
 from urllib.parse import urlsplit
 
+import pytest
+
 from tests.architecture.rendered import ROOT, environ, rendered
+
+pytestmark = pytest.mark.slow
 
 OVERLAY = ROOT / "deploy/kubernetes/overlays/production"
 COMPONENT = "../../components/agents-elsewhere"

@@ -182,6 +182,7 @@ def test_the_configuration_and_the_alerts_are_valid():
     )
 
 
+@pytest.mark.slow
 @needs_promtool
 def test_each_alert_fires_for_series_that_are_wrong_and_is_silent_for_others():
     assert_promtool("test", "rules", str(OBSERVABILITY / "alerts.test.yml"), says="SUCCESS")

@@ -160,6 +160,7 @@ async def test_an_episode_that_is_given_back_is_free_at_once_and_stays_so(caller
     assert (again.status_code, ended.status_code) == (409, 409)
 
 
+@pytest.mark.slow
 @pytest.mark.wall_clock
 async def test_heartbeats_keep_the_episode(hasty: Caller):
     group_id = await hasty.admitted_group(group_size=1)

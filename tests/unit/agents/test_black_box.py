@@ -167,6 +167,7 @@ async def test_a_result_that_is_no_file_or_too_long_masks_its_episode_alone(epis
         await python(program)(episode)
 
 
+@pytest.mark.slow
 async def test_a_program_that_takes_too_long_is_stopped_with_its_children(episode, tmp_path):
     program = (
         "import subprocess, sys, time\n"

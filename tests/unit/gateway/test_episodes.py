@@ -222,6 +222,7 @@ async def test_finishing_waits_for_an_answer_that_is_on_its_way(model: Path) -> 
     assert f"chatcmpl-{record.manifest[0].completion_id}" == answer.id
 
 
+@pytest.mark.slow
 @pytest.mark.wall_clock
 async def test_a_lapsed_lease_opens_the_next_attempt_and_the_final_fails(model: Path) -> None:
     configuration = configuration_of(model, lease_s=0.4)
@@ -248,6 +249,7 @@ async def test_a_lapsed_lease_opens_the_next_attempt_and_the_final_fails(model: 
     assert over.status_code == 410
 
 
+@pytest.mark.slow
 @pytest.mark.wall_clock
 async def test_heartbeats_and_waiting_requests_keep_a_lease(model: Path) -> None:
     async def slowly(asked: Asked) -> str:

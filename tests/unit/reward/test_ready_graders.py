@@ -1,6 +1,7 @@
 """The reward service grades with ready functions as with a user's own."""
 
 import msgspec
+import pytest
 
 from forgemq_contracts import topics
 from forgemq_rendering.tokenizer import FolderTokenizer
@@ -26,6 +27,7 @@ async def test_a_queue_may_name_a_weighted_sum_of_ready_process_rewards(tmp_path
     assert [reward.value for reward in grade.process] == [0.0, -0.25, -0.5]
 
 
+@pytest.mark.slow
 async def test_a_queue_may_name_a_ready_outcome(tmp_path):
     """A right and a wrong answer are scored; a right answer that cannot be read masks."""
     desk = Desk(configuration_of(tmp_path, outcome="forgemq_graders:math_answer"), tmp_path)

@@ -171,7 +171,7 @@ def test_frozen_weights_cost_no_gradient_in_the_formula() -> None:
     ("targets", "share", "sizes"),
     [
         (ALL, 1.0, {}),
-        (ATTENTION_TARGETS, 0.5, {}),
+        slow(ATTENTION_TARGETS, 0.5, {}),
         slow(("q_proj", "v_proj"), 1.0, {"intermediate_size": 512}),
         slow(("k_proj", *MLP_TARGETS), 0.4, {"vocab_size": 4096}),
     ],

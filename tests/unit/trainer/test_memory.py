@@ -198,7 +198,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
     ("kind", "way", "share", "sizes"),
     [
         ("qwen3", "kept", 1.0, {}),
-        ("qwen3", "recomputed", 0.5, {}),
+        slow("qwen3", "recomputed", 0.5, {}),
         slow("llama", "recomputed", 0.3, {"num_hidden_layers": 12}),
         slow("qwen3", "recomputed", 0.6, {"vocab_size": 4096, "num_hidden_layers": 6}),
         slow(
