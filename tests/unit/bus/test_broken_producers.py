@@ -115,3 +115,20 @@ async def test_a_writer_that_is_closed_while_it_opens_another_producer_closes_bo
         await writing
     assert all(producer.stops for producer in producers.opened)
     assert len(producers.opened) == 2
+
+
+async def test_a_producer_that_was_replaced_is_closed_by_its_last_write_after_the_writer() -> None:
+    producers = Producers()
+    writer = await producers.writer()
+    innocent = asyncio.create_task(writer.write(emit(b"before")))
+    refused = asyncio.create_task(writer.write(emit(b"bad")))
+    await asyncio.sleep(0)
+    (first,) = producers.opened
+    first.waiting[b"bad"].set_exception(kafka_errors.InvalidTopicError())
+    with pytest.raises(LogError):
+        await refused
+    assert await writer.write(emit(b"now")) == 10
+    await writer.close()
+    first.waiting[b"before"].set_result(first)
+    assert await innocent == 0
+    assert [producer.stops for producer in producers.opened] == [1, 1]

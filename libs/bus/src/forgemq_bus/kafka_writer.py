@@ -137,8 +137,11 @@ class KafkaWriter:
             return await self._write(line, await line.outbox.prepared(emits))
         finally:
             line.writes -= 1
-            if line.is_broken and not line.writes and not self.is_closed:
+            if line.is_broken and not line.writes and not self._has_closed(line):
                 await line.outbox.stop()
+
+    def _has_closed(self, line: _Line) -> bool:
+        return self.is_closed and line is self._line
 
     async def _write(self, line: _Line, ready: Sequence[Emit]) -> list[int]:
         try:
