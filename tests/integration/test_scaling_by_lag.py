@@ -10,6 +10,8 @@ import pytest
 import yaml
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import GroupCoordinatorNotAvailableError
+from aiokafka.structs import OffsetAndMetadata
 
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
@@ -70,12 +72,25 @@ class Lag:
         group, topic = (name.replace(RUN, f"{self._run}.", 1) for name in (each.group, each.topic))
         (described,) = await self._admin.describe_topics([topic])
         partitions = [TopicPartition(topic, p["partition"]) for p in described["partitions"]]
-        committed = await self._admin.list_consumer_group_offsets(group, partitions=partitions)
+        committed = await self._committed(group, partitions)
         ends = await self._consumer.end_offsets(partitions)
         assert each.offset_reset_policy == "earliest"
         # Without a committed position, which is -1, the whole partition is its lag.
         total = sum(ends[each] - max(0, committed[each].offset) for each in partitions)
         return min(total, len(partitions) * each.lag_threshold)
+
+    async def _committed(
+        self, group: str, partitions: list[TopicPartition]
+    ) -> dict[TopicPartition, OffsetAndMetadata]:
+        """Positions of a group; a broker that has just started makes their topic first."""
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    return await self._admin.list_consumer_group_offsets(
+                        group, partitions=partitions
+                    )
+                except GroupCoordinatorNotAvailableError:
+                    await asyncio.sleep(0.1)
 
     async def until(self, each: Scaled, is_reached: Callable[[int], bool]) -> int:
         """The lag as soon as it is one that is waited for."""
