@@ -233,12 +233,12 @@ of_every_kind = pytest.mark.parametrize(
     [
         ("qwen3", {}),
         ("llama", {}),
-        ("qwen2", {}),
+        pytest.param("qwen2", {}, marks=pytest.mark.slow),
         ("qwen3_moe", {}),
-        ("qwen3_moe", {"norm_topk_prob": True}),
+        pytest.param("qwen3_moe", {"norm_topk_prob": True}, marks=pytest.mark.slow),
         ("qwen3", WINDOWS | {"use_sliding_window": True}),
-        ("mistral", {"sliding_window": None}),
-        ("mistral", {}),
+        pytest.param("mistral", {"sliding_window": None}, marks=pytest.mark.slow),
+        pytest.param("mistral", {}, marks=pytest.mark.slow),
         ("minimax_m2", {}),
         ("glm4_moe", {"use_qk_norm": True}),
         ("gpt_oss", {}),
@@ -247,7 +247,7 @@ of_every_kind = pytest.mark.parametrize(
     ],
     ids=lambda value: "_".join(map(str, value)) or "as is" if isinstance(value, dict) else value,
 )
-"""Every supported family, as arguments of `make_model`."""
+"""Every supported family, as arguments of `make_model`; slow ones are nearly another one."""
 
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _BIASED = {"n_group": 2, "topk_group": 1, "n_routed_experts": 4, "routed_scaling_factor": 1.5}
