@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from forgemq_contracts.grading import GradingEpisode
 from forgemq_reward.core.verdict import Verdict
 from forgemq_reward.grader_messages import Load, QueueFunctions
 from forgemq_reward.grader_process import GraderProcess
+from tests.unit.reward.test_grader_process import episode
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ place = asyncio.Semaphore(1)
 
 async def outcome(episode):
     async with in_turn(place):
-        await asyncio.sleep(episode.task)
+        await asyncio.sleep(episode.task["say"])
     return 1.0
 """
 
@@ -42,30 +42,15 @@ async def process(tmp_path: Path) -> AsyncIterator[GraderProcess]:
     await process.close()
 
 
-def working_for(seconds: float) -> GradingEpisode:
-    return GradingEpisode(
-        episode_id="g-1.0.0",
-        domain="d",
-        task=seconds,
-        result=None,
-        completions=(),
-        rewards=(),
-        engine_s=0.0,
-        tool_s=0.0,
-        virtual_s=None,
-        duration_s=0.0,
-    )
-
-
 async def test_a_wait_that_is_longer_than_the_limit_masks_nobody(process):
     """The last of seven waits for 3.6 s, and works for 0.6 s."""
-    graded = await asyncio.gather(*(process.grade(working_for(0.6)) for _ in range(7)))
+    graded = await asyncio.gather(*(process.grade(episode(0.6)) for _ in range(7)))
     assert graded == [Verdict(outcome=1.0)] * 7
 
 
 async def test_what_works_for_too_long_is_ended_and_those_behind_it_are_graded(process):
     hung, *behind = await asyncio.gather(
-        process.grade(working_for(600)), *(process.grade(working_for(0)) for _ in range(3))
+        process.grade(episode(600)), *(process.grade(episode(0)) for _ in range(3))
     )
     assert hung == Verdict(error=f"the graders took more than {TIMEOUT_S:g} s")
     assert behind == [Verdict(outcome=1.0)] * 3

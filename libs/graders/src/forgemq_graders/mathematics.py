@@ -13,7 +13,7 @@ from asyncio.subprocess import PIPE, Process
 import msgspec
 
 from forgemq_contracts.grading import GradingEpisode
-from forgemq_graders.answers import AsyncOutcome, answer_text
+from forgemq_graders.answers import AsyncOutcome, answer_text, text_of
 from forgemq_graders.comparison import (
     ANSWER_CHARACTERS_MAX,
     LENGTH_BYTES,
@@ -58,7 +58,7 @@ class Mathematics:
         Raises:
             GoldAnswerError: `gold` cannot be read.
         """
-        text = answer[-ANSWER_CHARACTERS_MAX:].encode(errors="replace").decode()
+        text = text_of(answer[-ANSWER_CHARACTERS_MAX:])
         comparison = AnswerPair(answer=text, gold=gold)
         async with in_turn(self._turn):
             process = await self._running()
