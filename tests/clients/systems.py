@@ -96,8 +96,7 @@ async def in_memory(folder: Path, *, keepalive_s: float) -> AsyncIterator[System
 
         async def restart(part: Part) -> None:
             assert part == "gateway", f"{part} is no process with the log in memory"
-            assert world.tasks is not None
-            await world.start(world.tasks)
+            await world.start_another()
 
         system.world, system.kill, system.restart = world, kill, restart
         yield system

@@ -40,9 +40,7 @@ class Talk:
 
     async def restart(self) -> None:
         """Kill the gateway and start another one from the log."""
-        await self.world.kill()
-        assert self.world.tasks is not None
-        await self.world.start(self.world.tasks)
+        await self.world.restart()
         self.openai.base_url = f"{self.world.base_url}/v1"
 
     def seen(self) -> list[Asked]:

@@ -14,7 +14,7 @@ from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from tests.unit.gateway.hindered_log import Hinder, HinderedLog
 from tests.unit.gateway.scripted_lane import wall_ms
-from tests.unit.gateway.world import World, configuration_of, running
+from tests.unit.gateway.world import configuration_of, running
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
@@ -34,12 +34,6 @@ class HeldDeliveries:
         if emit.topic == topics.DELIVERED_COMPLETIONS.name:
             self.held.set()
             await self.released.wait()
-
-
-async def restarted(world: World) -> None:
-    await world.kill()
-    assert world.tasks is not None
-    await world.start(world.tasks)
 
 
 async def test_a_reward_that_could_not_be_written_is_written_by_the_next_request(
@@ -152,7 +146,7 @@ async def test_an_answer_ends_when_its_delivery_is_on_the_log(
         await hold.held.wait()
         await asyncio.sleep(0.05)
         was_answered = asking.done()
-        restarting = asyncio.ensure_future(restarted(world))
+        restarting = asyncio.ensure_future(world.restart())
         await asyncio.sleep(0)  # The log is closed, and takes nothing of what is held.
         hold.released.set()
         await restarting
@@ -185,7 +179,7 @@ async def test_a_client_that_leaves_while_its_delivery_is_written_has_not_had_it
         await asyncio.sleep(0.05)
         hold.released.set()
         records = await world.eventually(topics.DELIVERED_COMPLETIONS, 2)
-        await restarted(world)
+        await world.restart()
         claim["base_url"] = f"{world.base_url}/v1"
         again = await world.client(claim).chat.completions.create(model="policy", messages=HELLO)
         sampled = await world.records(topics.FINISHED_COMPLETIONS)

@@ -111,8 +111,7 @@ async def test_a_group_past_its_deadline_counts_each_of_its_episodes_once(
             if is_restarted:
                 await world.kill()
         if is_restarted:
-            assert world.tasks is not None
-            await world.start(world.tasks)
+            await world.start_another()
         async with services(log, started):
             await train(world)
             await world.eventually(topics.RETIRED_GROUPS, 1)

@@ -31,8 +31,7 @@ async def test_a_closed_group_keeps_what_is_finished_and_ends_the_rest_as_failed
         closed = ClosedGroup(group_id=group, domain="shop", purpose="train", detail="too late")
         await world.write(topics.CLOSED_GROUPS, 0, closed)
         if is_restarted:
-            assert world.tasks is not None
-            await world.start(world.tasks)
+            await world.start_another()
         ends = await world.eventually(topics.FINISHED_EPISODES, 3)
         heartbeat = await world.admin("POST", f"/v1/episodes/{held['episode_id']}/heartbeat")
         again = await world.admin("POST", f"/v1/groups/{group}/claim", {"wait_s": 0})

@@ -134,9 +134,7 @@ async def test_a_sampled_call_that_cannot_be_encoded_is_text_before_and_after_a_
     async with running(opener, configuration, lambda _: text) as (world, _):
         world_claim = await world.episode()
         answers = [await asked(world_claim, body)]
-        await world.kill()
-        assert world.tasks is not None
-        await world.start(world.tasks)
+        await world.restart()
         here = {**world_claim, "base_url": f"{world.base_url}/v1"}
         answers.append(await asked(here, body))
     for answer in answers:
@@ -177,8 +175,7 @@ async def test_bad_records_that_only_the_gateway_reads_have_one_dead_letter_each
         claim = await world.episode()  # Its admission comes after the bad record.
         live = [len(await dead_letters(world, topic)) for topic in only_here]
         await world.stop()
-        assert world.tasks is not None
-        await world.start(world.tasks)
+        await world.start_another()
         here = {**claim, "base_url": f"{world.base_url}/v1"}
         served = await asked(here, json.dumps({"messages": HELLO}).encode())
         restored = [await dead_letters(world, topic) for topic in only_here]
@@ -251,8 +248,7 @@ async def test_lost_values_end_no_gateway_and_each_of_its_own_has_one_dead_lette
         live = await asked(claim, body)
         for _ in range(2):
             await world.stop()
-            assert world.tasks is not None
-            await world.start(world.tasks)
+            await world.start_another()
         letters = [len(await dead_letters(world, topic)) for topic in lost]
     assert live.status_code == 200
     # A finished completion is the merger's to write.
@@ -327,8 +323,7 @@ async def test_a_completion_that_breaks_a_rule_ends_no_gateway(
         await (await world.log.writer()).write(emit)
         answers = [await asked(claim, json.dumps({"messages": HELLO}).encode())]
         await world.stop()
-        assert world.tasks is not None
-        await world.start(world.tasks)
+        await world.start_another()
         here = {**claim, "base_url": f"{world.base_url}/v1"}
         answers.append(await asked(here, json.dumps({"messages": [*HELLO, *HELLO]}).encode()))
     assert [answer.status_code for answer in answers] == [200, 200]

@@ -33,9 +33,7 @@ async def test_an_imported_episode_takes_no_request_and_ends_marked_also_after_a
         claim = await world.claim(group_id)
         with pytest.raises(openai.ConflictError, match="is imported: it takes no request"):
             await world.client(claim).chat.completions.create(model="policy", messages=HELLO)
-        await world.kill()
-        assert world.tasks is not None
-        await world.start(world.tasks)
+        await world.restart()
         finished = await world.admin(
             "POST", f"/v1/episodes/{claim['episode_id']}/finish", {"result": 4}
         )

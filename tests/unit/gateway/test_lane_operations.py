@@ -180,8 +180,7 @@ async def test_a_gateway_that_starts_again_knows_the_plan(model: Path):
             0,
             RequestedLane(lane=2, change="add", change_id="1" * 32, requested_ms=0),
         )
-        assert world.tasks is not None
-        await world.start(world.tasks)
+        await world.start_another()
         states = {number: lane["state"] for number, lane in (await listed(world)).items()}
         assert states == {0: "serving", 1: "drained", 2: "serving"}
         await until_taking(world, {0})

@@ -51,8 +51,7 @@ async def claims(world: World) -> list[Any]:
 
 async def moved(world: World, claimed: list[Any]) -> Any:
     """A claim that a second gateway takes over; it answers from now on."""
-    assert world.tasks is not None
-    await world.start(world.tasks)
+    await world.start_another()
     await settled(world)
     world.base_url, shares = world.gateways[-1].url, await owners(world)
     numbers = [group_partition(c["group_id"], partitions=GROUP_PARTITIONS) for c in claimed]

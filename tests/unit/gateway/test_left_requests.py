@@ -109,8 +109,7 @@ async def test_clients_that_reset_their_connections_cost_no_other_one_an_answer(
 ) -> None:
     """At every point of a request, through gateways that own its group and that send it on."""
     async with running(store(), configuration_of(model), lambda _: "yes " * 20) as (world, _):
-        assert world.tasks is not None
-        await world.start(world.tasks)
+        await world.start_another()
         claim = await world.claim(await world.open_group("k1"))
         async with asyncio.TaskGroup() as tasks:
             for number in range(CLIENTS):

@@ -79,9 +79,7 @@ class Caller:
         return answer.headers["x-forgemq-episode"], [*messages, said]
 
     async def restart(self) -> None:
-        await self.world.kill()
-        assert self.world.tasks is not None
-        await self.world.start(self.world.tasks)
+        await self.world.restart()
 
 
 @asynccontextmanager
@@ -303,8 +301,7 @@ async def test_a_response_goes_on_by_its_id_and_a_reward_reaches_its_episode(mod
 async def two_gateways(model: Path, script: Script) -> AsyncIterator[Caller]:
     async with live(model, script) as caller:
         world = caller.world
-        assert world.tasks is not None
-        await world.start(world.tasks)
+        await world.start_another()
         await settled(world)
         yield caller
 

@@ -317,8 +317,7 @@ async def test_any_gateway_streams_live_and_a_group_that_moves_ends_its_streams(
         clients = [world.client(await world.claim(group)) for group in groups]
         streams = [streamed(client) for client in clients]
         begun = [await anext(stream) for stream in streams]
-        assert world.tasks is not None
-        await world.start(world.tasks)
+        await world.start_another()
         assert await world.eventually(topics.OWNED_RUNS, 2)
         goes_on.set()
         ends = [await rest_of(stream) for stream in streams]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from forgemq_bus.log import Place
 from forgemq_contracts import topics
 from forgemq_gateway.oldest_mark import OldestMark
-from tests.unit.gateway.test_episodes import HELLO, log_store, restarted, yes
+from tests.unit.gateway.test_episodes import HELLO, log_store, yes
 from tests.unit.gateway.test_hostile_content import asked
 from tests.unit.gateway.world import World, configuration_of, partitions_of, running
 
@@ -86,7 +86,7 @@ async def test_a_gateway_restarts_where_its_open_groups_begin_and_forgets_none_o
     """What the restart does not need is deleted first, so the restart cannot have read it."""
     async with running(log_store(), configuration_of(model), yes) as (world, lanes):
         world.settings = msgspec.structs.replace(world.settings, mark_every_s=0.05)
-        await restarted(world)
+        await world.restart()
         over = await world.claim(await world.open_group("k1"))
         await say(world, over, "a")
         await world.admin("POST", f"/v1/episodes/{over['episode_id']}/finish", {})
@@ -99,7 +99,7 @@ async def test_a_gateway_restarts_where_its_open_groups_begin_and_forgets_none_o
         await say(world, claim, "b")
         await asyncio.sleep(0.3)  # More marks are taken, and must not pass the open group.
         await world.log.trim(await needed_by_gateway(world))
-        await restarted(world)
+        await world.restart()
         await say(world, claim, "d", {"role": "user", "content": "b"}, YES)
         gone = (await world.admin("GET", f"/v1/groups/{over['group_id']}")).json()
         again = await world.admin(
@@ -122,7 +122,7 @@ async def test_a_gateway_whose_writer_was_taken_over_by_one_that_died_goes_on_co
 ) -> None:
     async with running(log_store(), configuration_of(model), yes) as (world, _):
         world.settings = msgspec.structs.replace(world.settings, mark_every_s=0.02)
-        await restarted(world)
+        await world.restart()
         await asyncio.sleep(0.2)
         newer = await world.log.transaction_writer(topics.needed_group("gateway"))
         await newer.close()

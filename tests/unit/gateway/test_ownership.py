@@ -121,9 +121,7 @@ async def test_what_a_fenced_gateway_decides_is_not_written_before_it_knows_who_
 
 async def test_a_gateway_that_was_killed_is_replaced_without_a_wait(model: Path) -> None:
     async with in_world(model) as world:
-        await world.kill()
-        assert world.tasks is not None
-        await asyncio.wait_for(world.start(world.tasks), timeout=10)
+        await asyncio.wait_for(world.restart(), timeout=10)
         owners = [record.owner for record in await world.records(topics.OWNED_RUNS)]
         assert (await world.admin("POST", "/v1/groups", GROUP)).status_code == 200
     assert owners[:2] == [1, 2]
@@ -135,14 +133,13 @@ async def test_a_gateway_takes_over_from_one_that_started_with_a_clock_an_hour_a
     """Both have one address, and a report of the first is the newest on the log."""
     async with in_world(model) as world:
         await world.kill()
-        assert world.tasks is not None
         url, ahead_ms = "http://gateway-0:8000", wall_ms() + 3_600_000
         dead = ReportedGateway(
             run="r", gateway="dead", url=url, started_ms=ahead_ms, reported_ms=ahead_ms
         )
         await world.write(topics.REPORTED_GATEWAYS, 0, dead)
         world.settings = msgspec.structs.replace(world.settings, peer_url=url)
-        await asyncio.wait_for(world.start(world.tasks), timeout=10)
+        await asyncio.wait_for(world.start_another(), timeout=10)
         assert (await world.admin("POST", "/v1/groups", GROUP)).status_code == 200
         owner = (await world.records(topics.OWNED_RUNS))[-1].owners[0]
     assert (owner.url, owner.gateway.startswith(url)) == (url, True)
@@ -153,27 +150,20 @@ async def test_a_key_is_known_when_all_records_of_its_group_are_gone(model: Path
 
     async with in_world(model) as world:
         world.settings = msgspec.structs.replace(world.settings, mark_every_s=0.05)
-        await restarted(world)
+        await world.restart()
         group = (await world.admin("POST", "/v1/groups", GROUP)).json()["group_id"]
         await world.admit(group)
         await world.retire(group, reason="trained")
         await until_over(world)
         await world.kill()
         await trim_all(world, topics.REQUESTED_GROUPS, topics.RETIRED_GROUPS)
-        assert world.tasks is not None
-        await world.start(world.tasks)
+        await world.start_another()
         again = (await world.admin("POST", "/v1/groups", {**GROUP, "task": {"n": 2}})).json()
         run = (await world.admin("GET", "/v1/run")).json()
         by_id = await world.admin("GET", f"/v1/groups/{group}")
     assert (again["group_id"], again["state"], again["retire_reason"]) == (group, "retired", "")
     assert run["first_tasks"] == {"shop": 1}
     assert by_id.status_code == 404
-
-
-async def restarted(world: World) -> None:
-    await world.kill()
-    assert world.tasks is not None
-    await world.start(world.tasks)
 
 
 async def until_over(world: World) -> None:

@@ -38,9 +38,8 @@ async def gateways(
     model: Path, script: Callable[[Asked], Any] = lambda _: "yes", *, count: int = 2
 ) -> AsyncIterator[tuple[World, ScriptedLane]]:
     async with running(store(), configuration_of(model), script) as (world, (lane,)):
-        assert world.tasks is not None
         for _ in range(count - 1):
-            await world.start(world.tasks)
+            await world.start_another()
         await settled(world)
         yield world, lane
 
@@ -168,8 +167,7 @@ async def test_clients_that_wait_while_their_group_moves_are_answered_by_its_new
         ]
         await lane.has_seen(GROUPS)
         await asyncio.sleep(2 * world.settings.keepalive_s)
-        assert world.tasks is not None
-        await world.start(world.tasks)
+        await world.start_another()
         await settled(world)
         release.set()
         answers = await asyncio.gather(*asking)
@@ -222,8 +220,7 @@ async def tried(world: World, group: str) -> Any:
 async def test_only_one_gateway_ends_what_time_alone_ends(model: Path) -> None:
     configuration = configuration_of(model, lease_s=1.0)
     async with running(store(), configuration, lambda _: "yes") as (world, _):
-        assert world.tasks is not None
-        await world.start(world.tasks)
+        await world.start_another()
         await settled(world)
         attempts: list[int] = []
         groups = [await world.open_group(f"k{number}") for number in range(GROUPS)]
@@ -321,8 +318,7 @@ async def test_an_admin_request_that_waits_while_its_group_moves_is_answered_by_
             for group in groups
         ]
         await asyncio.sleep(0.2)
-        assert world.tasks is not None
-        await world.start(world.tasks)
+        await world.start_another()
         await settled(world)
         world.base_url = first
         for group in groups:

@@ -34,9 +34,7 @@ async def test_each_reward_is_written_once_and_all_of_them_outlive_a_restart(mod
         path = f"/v1/episodes/{claim['episode_id']}"
         for number in range(count):
             if number == count // 2:
-                await world.kill()
-                assert world.tasks is not None
-                await world.start(world.tasks)
+                await world.restart()
             reward = {"reward_id": f"r{number}", "name": "n", "value": number}
             for _ in range(2):
                 answer = await world.admin("POST", f"{path}/rewards", reward)

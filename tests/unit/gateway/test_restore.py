@@ -60,8 +60,7 @@ async def test_only_completions_of_open_episodes_are_restored(model: Path) -> No
         await write_unreadable(world, over)
         await world.eventually(topics.RETIRED_GROUPS, 1)
         await world.stop()
-        assert world.tasks is not None
-        await world.start(world.tasks)
+        await world.start_another()
         second = await asked(world, claims[2], turns=2)
         statuses = [await ended(world, claim) for claim in claims]
         letters = await world.log.end_positions([dead])

@@ -58,8 +58,7 @@ async def test_results_are_told_by_index_without_gaps_and_again_after_a_restart(
         ).json()["group_id"]
         assert await told(world) == [result_of(0), result_of(1)]
         await world.stop()
-        assert world.tasks is not None
-        await world.start(world.tasks)
+        await world.start_another()
         assert await told(world) == [result_of(0), result_of(1)]
         await retire(world, 2)
         for _ in range(100):

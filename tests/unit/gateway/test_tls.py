@@ -122,8 +122,7 @@ async def test_gateways_send_requests_on_to_each_other_over_tls(
         world,
         _,
     ):
-        assert world.tasks is not None
-        await world.start(world.tasks)
+        await world.start_another()
         urls = [gateway.url for gateway in world.gateways]
         assert len(set(urls)) == 2
         for number in range(4):

@@ -115,6 +115,11 @@ class World:
                     return
                 await asyncio.sleep(0.02)
 
+    async def start_another(self) -> None:
+        """Start one more gateway, beside those that run or in place of one that was killed."""
+        assert self.tasks is not None
+        await self.start(self.tasks)
+
     def client(self, claim: Any, *, retries: int = 0) -> AsyncOpenAI:
         """OpenAI's client with the episode's key, closed with the world."""
         client = AsyncOpenAI(
@@ -144,6 +149,11 @@ class World:
         gateway = self.gateways.pop()
         await gateway.log.close()
         await asyncio.wait([gateway.task])
+
+    async def restart(self) -> None:
+        """Kill the newest gateway and start one that knows what the log says, and no more."""
+        await self.kill()
+        await self.start_another()
 
     async def stop(self) -> None:
         """Stop all gateways."""
