@@ -293,6 +293,7 @@ def test_a_target_that_the_planned_model_lacks_is_refused_by_name():
             "--episode: no such field 'rounds'; there are turns, prompt, sampled, observed",
         ),
         (("--gpu", "h100", "--episode", "turns=0"), "--episode turns: a number of at least 1"),
+        (("--gpu", "h100", "--episode", "turns=1,turns=2"), "--episode turns: is stated twice"),
         (
             ("--gpu", "h100", "--episode", "sampled=81"),
             "at most the max_tokens of queues.shop_desk",

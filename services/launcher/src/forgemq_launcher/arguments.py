@@ -139,7 +139,8 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--episode",
         default="",
         metavar="turns=N,prompt=N,sampled=N,observed=N",
-        help="a usual episode, in tokens; default: one turn that fills the context",
+        help="a usual episode, in tokens, and task_bytes=N of its task; default: one turn that "
+        "fills the context",
     )
     for option, default, peak in (
         ("--utilisation", UTILISATION, "peak FLOP/s"),

@@ -84,10 +84,14 @@ def episode_of(stated: str, queue: Queue, configuration: RunConfiguration) -> Ep
 
 def _stated(text: str) -> Iterator[tuple[str, int]]:
     names = [field.name for field in fields(EpisodeShape)]
+    left = set(names)
     for part in text.split(","):
         name, _, value = (each.strip() for each in part.partition("="))
         if name not in names:
             raise EpisodesError(f"--episode: no such field {name!r}; there are {', '.join(names)}")
+        if name not in left:
+            raise EpisodesError(f"--episode {name}: is stated twice")
+        left.remove(name)
         least = 0 if name == "observed" else 1
         if not re.fullmatch(r"\d{1,9}", value) or int(value) < least:
             raise EpisodesError(f"--episode {name}: a number of at least {least}, got {value!r}")
