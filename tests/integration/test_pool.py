@@ -11,7 +11,7 @@ import pytest
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.completions import FinishedCompletion
-from forgemq_inference.core.generation import EngineAnswer
+from forgemq_inference.core.engine_answer import EngineAnswer
 from forgemq_inference.engine import Engine
 from forgemq_sglang_cpu.options import EngineOptions
 from forgemq_sglang_cpu.pool import EnginePool

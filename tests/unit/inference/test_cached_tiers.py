@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from forgemq_contracts.completions import FinishedCompletion
-from forgemq_inference.core.generation import EngineMeta, cached_by_tier, finished_completion
+from forgemq_inference.core.engine_answer import EngineMeta
+from forgemq_inference.core.generation import cached_by_tier, finished_completion
 from tests.unit.inference.test_core import LIMITS, TIMING, answer, requested
 
 

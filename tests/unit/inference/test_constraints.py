@@ -7,11 +7,9 @@ from forgemq_contracts.arrays import pack_ids
 from forgemq_contracts.completions import Constraint, RequestedCompletion, Support
 from forgemq_contracts.episodes import Sampling
 from forgemq_inference.core.context import TokenContext
+from forgemq_inference.core.engine_answer import EngineAnswer, EngineFinish, EngineMeta
 from forgemq_inference.core.engine_limits import EngineLimits
 from forgemq_inference.core.generation import (
-    EngineAnswer,
-    EngineFinish,
-    EngineMeta,
     Timing,
     finished_completion,
     generate_body,

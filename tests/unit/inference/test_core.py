@@ -18,13 +18,15 @@ from forgemq_contracts.completions import (
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.weights import PublishedWeights, Rendezvous
 from forgemq_inference.core.context import TokenContext
-from forgemq_inference.core.engine_limits import EngineLimits
-from forgemq_inference.core.generation import (
+from forgemq_inference.core.engine_answer import (
     EngineAnswer,
     EngineFinish,
     EngineMeta,
     EngineSpan,
     InvalidAnswerError,
+)
+from forgemq_inference.core.engine_limits import EngineLimits
+from forgemq_inference.core.generation import (
     Timing,
     finished_completion,
     generate_body,
@@ -267,8 +269,6 @@ def test_an_aborted_generation_is_no_completion() -> None:
 @pytest.mark.parametrize(
     "broken",
     [
-        {"output_token_logprobs": [(-0.5, 7, None)]},
-        {"output_token_logprobs": [(-0.5, 7, None), (None, 8, None)]},
         {"output_token_logprobs": [(-0.5, 7, None), (float("nan"), 8, None)]},
         {"output_token_logprobs": [(-0.5, 7, None), (-1.5, 9, None)]},
         {"weight_version": "default"},

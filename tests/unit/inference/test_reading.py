@@ -7,7 +7,7 @@ import pytest
 
 from forgemq_contracts.arrays import pack_ids, unpack_floats
 from forgemq_contracts.completions import WeightSpan
-from forgemq_inference.core.generation import EngineAnswer, InvalidAnswerError
+from forgemq_inference.core.engine_answer import EngineAnswer, InvalidAnswerError
 from forgemq_inference.core.lane import Refused
 from forgemq_inference.core.reading import WeightsChangedError, read_completion, reading_body
 from forgemq_inference.core.weights import Weights

@@ -15,14 +15,9 @@ from forgemq_contracts.arrays import pack_ids
 from forgemq_contracts.completions import FinishedCompletion, RequestedCompletion
 from forgemq_contracts.episodes import Sampling
 from forgemq_inference.core.context import TokenContext
+from forgemq_inference.core.engine_answer import EngineAnswer, InvalidAnswerError
 from forgemq_inference.core.engine_limits import EngineLimits
-from forgemq_inference.core.generation import (
-    EngineAnswer,
-    InvalidAnswerError,
-    Timing,
-    finished_completion,
-    generate_body,
-)
+from forgemq_inference.core.generation import Timing, finished_completion, generate_body
 from forgemq_inference.core.lane import Refused
 from forgemq_inference.core.routes import Experts, InvalidRoutesError, packed_routes
 from forgemq_inference.core.weights import Weights

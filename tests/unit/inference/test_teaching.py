@@ -14,11 +14,8 @@ from forgemq_contracts.arrays import pack_ids, unpack_floats
 from forgemq_contracts.distillation import Distillation
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.lane_plan import RequestedLane
-from forgemq_inference.core.generation import (
-    EngineAnswer,
-    InvalidAnswerError,
-    finished_completion,
-)
+from forgemq_inference.core.engine_answer import EngineAnswer, InvalidAnswerError
+from forgemq_inference.core.generation import finished_completion
 from forgemq_inference.core.reading import read_logprobs
 from forgemq_inference.core.teaching import is_taught, teaching_body
 from forgemq_inference.engine import Engine

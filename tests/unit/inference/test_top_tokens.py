@@ -5,11 +5,8 @@ from typing import Any
 import pytest
 
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
-from forgemq_inference.core.generation import (
-    InvalidAnswerError,
-    finished_completion,
-    generate_body,
-)
+from forgemq_inference.core.engine_answer import InvalidAnswerError
+from forgemq_inference.core.generation import finished_completion, generate_body
 from forgemq_inference.core.weights import Weights
 from tests.unit.inference.test_core import LIMITS, TIMING, answer, context_of, requested
 

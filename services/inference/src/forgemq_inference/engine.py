@@ -4,15 +4,15 @@ import base64
 import io
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar
 
 import aiohttp
 import msgspec
 
 from forgemq_contracts.weight_buckets import TensorSpec
 from forgemq_contracts.weights import Rendezvous
+from forgemq_inference.core.engine_answer import EngineAnswer, EngineProgress
 from forgemq_inference.core.engine_load import EngineCounters, summed
-from forgemq_inference.core.generation import EngineAnswer, EngineProgress
 from forgemq_inference.core.read_back import RankChecksums
 
 _STREAM_END = b"[DONE]"
@@ -59,6 +59,9 @@ class Listener(Protocol):
         ...
 
 
+_Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+
+
 class ModelInfo(msgspec.Struct, frozen=True):
     """What /model_info says is loaded."""
 
@@ -68,10 +71,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
 class ServerInfo(msgspec.Struct, frozen=True):
     """What /server_info says: limits in tokens, and options of the start."""
 
-    max_total_num_tokens: int
-    max_req_input_len: int
-    context_length: int | None = None
-    tp_size: int = 1
+    max_total_num_tokens: _Positive
+    max_req_input_len: _Positive
+    context_length: _Positive | None = None
+    tp_size: _Positive = 1
     enable_return_routed_experts: bool = False
     hicache_storage_backend: str | None = None
     device: str = "cpu"

@@ -21,8 +21,8 @@ import msgspec
 
 from forgemq_contracts.weight_buckets import TensorSpec
 from forgemq_contracts.weights import Rendezvous
+from forgemq_inference.core.engine_answer import EngineAnswer
 from forgemq_inference.core.engine_load import EngineCounters, summed
-from forgemq_inference.core.generation import EngineAnswer
 from forgemq_inference.core.read_back import RankChecksums
 from forgemq_inference.core.weights import BROKEN_NAME
 from forgemq_inference.engine import (

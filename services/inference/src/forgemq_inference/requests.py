@@ -21,12 +21,15 @@ from forgemq_contracts.partitions import group_partition
 from forgemq_contracts.repetition import RepetitionStop
 from forgemq_inference.batch_clock import BatchClock
 from forgemq_inference.core.acceptance import AcceptanceMeter
-from forgemq_inference.core.engine_limits import EngineLimits
-from forgemq_inference.core.engine_load import alone_s
-from forgemq_inference.core.generation import (
+from forgemq_inference.core.engine_answer import (
     EngineAnswer,
     EngineMeta,
     InvalidAnswerError,
+    check_weights,
+)
+from forgemq_inference.core.engine_limits import EngineLimits
+from forgemq_inference.core.engine_load import alone_s
+from forgemq_inference.core.generation import (
     Timing,
     cached_by_tier,
     finished_completion,
@@ -274,16 +277,18 @@ class Requests:
         try:
             if request.given:
                 return read_completion(request, answer, weights=weights, timing=timing)
-            return finished_completion(
+            record = finished_completion(
                 request,
                 answer,
                 limits=limits,
                 timing=timing,
                 is_cancelled=self._state.is_cancelled(run.attempt),
             )
+            check_weights(record.spans, oldest=weights, newest=self._weights.newest_known)
         except InvalidAnswerError as error:
             refusal = Refused("error", "engine", f"engine: {error}")
             return refused_completion(request, refusal, timing=timing)
+        return record
 
     def _body(
         self, request: RequestedCompletion, run: Run, weights: Weights, limits: EngineLimits
@@ -384,7 +389,7 @@ class Requests:
 
 def _timing(meta: EngineMeta, *, queued_s: float, waited_s: float) -> Timing:
     """Timing of a request, with its wait inside the engine counted as queueing."""
-    inside_s = min(max(0.0, waited_s), meta.queue_time or 0.0)
+    inside_s = max(0.0, min(waited_s, meta.queue_time or 0.0))
     return Timing(queued_s + inside_s, max(0.0, waited_s - inside_s))
 
 

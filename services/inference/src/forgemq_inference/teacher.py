@@ -8,7 +8,7 @@ import msgspec
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.distillation import Distillation
 from forgemq_inference.core.context import TokenContext
-from forgemq_inference.core.generation import InvalidAnswerError
+from forgemq_inference.core.engine_answer import InvalidAnswerError
 from forgemq_inference.core.lane import Refused
 from forgemq_inference.core.reading import read_logprobs
 from forgemq_inference.core.teaching import is_taught, teaching_body

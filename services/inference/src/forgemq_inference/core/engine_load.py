@@ -7,8 +7,9 @@ adds to a step follows from the engine's life (added_share.py).
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Annotated, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from forgemq_contracts.weights import EngineLoad
 from forgemq_inference.core.added_share import AddedShare, DecodeSums
@@ -19,6 +20,9 @@ _KEPT = 60
 
 _MICROSECONDS = 1e6
 
+_Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_Sum: TypeAlias = Annotated[float, Meta(ge=0)]
+
 
 class EngineCounters(Struct, frozen=True):
     """What SGLang 0.5.23's /v1/loads says of one scheduler, as far as it is used.
@@ -28,12 +32,12 @@ class EngineCounters(Struct, frozen=True):
             b * t, tokens; None before the first step.
     """
 
-    num_waiting_uncached_tokens: int = 0
-    num_used_tokens: int = 0
-    max_total_num_tokens: int = 0
-    total_prefill_uncached_tokens: int = 0
-    total_prefill_busy_us: int = 0
-    decode_moments: list[float] | None = None
+    num_waiting_uncached_tokens: _Count = 0
+    num_used_tokens: _Count = 0
+    max_total_num_tokens: _Count = 0
+    total_prefill_uncached_tokens: _Count = 0
+    total_prefill_busy_us: _Count = 0
+    decode_moments: Annotated[list[_Sum], Meta(min_length=5)] | None = None
 
 
 def summed(counters: Sequence[EngineCounters]) -> EngineCounters:
@@ -45,7 +49,7 @@ def summed(counters: Sequence[EngineCounters]) -> EngineCounters:
         max_total_num_tokens=sum(each.max_total_num_tokens for each in counters),
         total_prefill_uncached_tokens=sum(each.total_prefill_uncached_tokens for each in counters),
         total_prefill_busy_us=sum(each.total_prefill_busy_us for each in counters),
-        decode_moments=[sum(column) for column in zip(*moments, strict=True)] or None,
+        decode_moments=[sum(column) for column in zip(*moments, strict=False)] or None,
     )
 
 
@@ -107,6 +111,8 @@ def _step_s(
         return 0.0, 0.0
     if sums.steps > _decode_sums(since).steps:
         sums = sums.since(_decode_sums(since))
+    if sums.requests < sums.steps or sums.time_us < 0:
+        return 0.0, 0.0  # An engine's error: a step has a request.
     others = sums.requests / sums.steps - 1
     of_one_s = sums.time_us / sums.steps / (1 + added_share * others) / _MICROSECONDS
     return of_one_s * (1 - added_share), of_one_s * added_share

@@ -12,7 +12,7 @@ mask and computes over the whole vocabulary: none of these tokens ever train.
 import math
 from typing import Any, NamedTuple
 
-from msgspec import Raw, Struct
+from msgspec import Raw
 
 from forgemq_contracts.arrays import pack_floats, pack_ids
 from forgemq_contracts.completions import (
@@ -25,6 +25,16 @@ from forgemq_contracts.completions import (
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.repetition import RepetitionStop
 from forgemq_inference.core.context import TOKEN_BYTES, TokenContext
+from forgemq_inference.core.engine_answer import (
+    EngineAnswer,
+    EngineCached,
+    EngineFinish,
+    EngineMeta,
+    EngineSpan,
+    InvalidAnswerError,
+    check_output,
+    packed_logprobs,
+)
 from forgemq_inference.core.engine_limits import EngineLimits, overflow, unreadable
 from forgemq_inference.core.lane import CANCELLED, Refused
 from forgemq_inference.core.repetition import NO_REPETITION_STOP, repetition_parameters
@@ -37,67 +47,6 @@ _STREAM_INTERVAL_TOKENS = 4
 
 _CONSTRAINT_REFUSALS = ("Failed to compile", "Grammar preprocessing", "Grammar-based generation")
 """How SGLang 0.5.23's errors begin that are about a grammar (its `GrammarManager`)."""
-
-
-class EngineSpan(Struct, frozen=True):
-    """Output tokens [start, end) and the name of the weights that sampled them."""
-
-    version: str
-    start: int
-    end: int
-
-
-class EngineFinish(Struct, frozen=True):
-    """Why the engine stopped: the stop token or string that matched, `message` if it aborted.
-
-    `repeated` is set by ForgeMQ's plug-in of SGLang: tokens of a run that ended the output.
-    """
-
-    type: str
-    message: str | None = None
-    matched: int | str | list[int] | None = None
-    repeated: int = 0
-
-
-class EngineCached(Struct, frozen=True):
-    """Where the engine found K/V of the context: tokens of each tier beside its own cache."""
-
-    host: int = 0
-    storage: int = 0
-
-
-class EngineMeta(Struct, frozen=True):
-    """What SGLang 0.5.23 returns about a generation, as far as it is used."""
-
-    finish_reason: EngineFinish
-    weight_version: str = ""
-    weight_versions: list[EngineSpan] | None = None
-    output_token_logprobs: list[tuple[float | None, int, str | None]] = []
-    input_token_logprobs: list[tuple[float | None, int, str | None]] = []
-    output_top_logprobs: list[list[tuple[float | None, int, str | None]] | None] = []
-    cached_tokens: int = 0
-    cached_tokens_details: EngineCached | None = None
-    num_retractions: int = 0
-    spec_verify_ct: int = 0
-    queue_time: float | None = None
-    routed_experts: bytes | None = None
-
-
-class EngineProgress(Struct, frozen=True):
-    """All tokens so far, from one event of a streamed /generate."""
-
-    output_ids: list[int]
-
-
-class EngineAnswer(Struct, frozen=True):
-    """The body of a successful /generate, or the last event of a streamed one."""
-
-    output_ids: list[int]
-    meta_info: EngineMeta
-
-
-class InvalidAnswerError(Exception):
-    """The engine's answer contradicts itself; the text says how."""
 
 
 class Timing(NamedTuple):
@@ -194,7 +143,8 @@ def finished_completion(
         is_cancelled: If the engine aborted: whether it did so because of a cancellation.
 
     Raises:
-        InvalidAnswerError: tokens, log-probabilities, spans and routes do not fit together.
+        InvalidAnswerError: tokens, log-probabilities, spans and routes do not fit together, or the
+            output is none that was asked for.
     """
     meta = answer.meta_info
     reason = meta.finish_reason.type
@@ -203,6 +153,7 @@ def finished_completion(
         return refused_completion(
             request, _aborted(message, is_cancelled=is_cancelled), timing=timing
         )
+    check_output(answer.output_ids, request.sampling, limits)
     logprobs = _logprobs(answer)
     tiers = meta.cached_tokens_details or EngineCached()
     is_greedy = request.sampling.temperature < GREEDY_BELOW
@@ -296,12 +247,9 @@ def _logprobs(answer: EngineAnswer) -> bytes:
         raise InvalidAnswerError(
             f"{len(answer.output_ids)} tokens but {len(entries)} log-probabilities"
         )
-    values = [entry[0] for entry in entries]
-    if None in values or not all(map(math.isfinite, values)):  # type: ignore[arg-type]  # None first
-        raise InvalidAnswerError("a log-probability is no number")
     if [entry[1] for entry in entries] != answer.output_ids:
         raise InvalidAnswerError("log-probabilities are of other tokens than the output")
-    return pack_floats(values)  # type: ignore[arg-type]  # no None is left
+    return packed_logprobs(entry[0] for entry in entries)
 
 
 def _top_tokens(answer: EngineAnswer, number: int) -> TopTokens | None:

@@ -8,17 +8,12 @@ from typing import Any
 
 from msgspec import Raw
 
-from forgemq_contracts.arrays import pack_floats, unpack_ids
+from forgemq_contracts.arrays import unpack_ids
 from forgemq_contracts.completions import FinishedCompletion, RequestedCompletion, WeightSpan
 from forgemq_inference.core.context import TOKEN_BYTES, TokenContext
+from forgemq_inference.core.engine_answer import EngineAnswer, InvalidAnswerError, packed_logprobs
 from forgemq_inference.core.engine_limits import EngineLimits, overflow, unreadable
-from forgemq_inference.core.generation import (
-    EngineAnswer,
-    InvalidAnswerError,
-    Timing,
-    completion_record,
-    refused_completion,
-)
+from forgemq_inference.core.generation import Timing, completion_record, refused_completion
 from forgemq_inference.core.lane import Refused
 from forgemq_inference.core.weights import Weights
 
@@ -37,10 +32,7 @@ def read_logprobs(answer: EngineAnswer, output: bytes) -> bytes:
     entries = answer.meta_info.input_token_logprobs[-len(ids) :]
     if [token for _, token, _ in entries] != list(ids):
         raise InvalidAnswerError("the engine answered about other tokens than it was asked about")
-    values = [value for value, _, _ in entries if value is not None]
-    if len(values) != len(ids):
-        raise InvalidAnswerError("the engine gave no log-probability for some of the tokens")
-    return pack_floats(values)
+    return packed_logprobs(value for value, _, _ in entries)
 
 
 def reading_fields(context: TokenContext, output: bytes) -> dict[str, Any]:

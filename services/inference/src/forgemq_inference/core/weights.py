@@ -182,6 +182,12 @@ class WeightsState:
         """The newest publication, durable or not."""
         return self._newest
 
+    @property
+    def newest_known(self) -> Weights:
+        """The newest weights that the engine can hold: published, or held under this epoch."""
+        known = max(self._highest, self.served.weights)
+        return known if self._newest is None else max(known, _key(self._newest))
+
     def is_replaced(self, published: PublishedWeights) -> bool:
         """Whether newer weights than these are published."""
         return self._newest is not None and _key(self._newest) > _key(published)
