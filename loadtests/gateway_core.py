@@ -114,7 +114,7 @@ def choose(turns: int) -> float:
     def event() -> None:
         lanes.choose(
             context_tokens=tokens,
-            cached=lambda: cached_tokens(parent, shared=tokens),
+            cached=lambda: cached_tokens(parent, shared=tokens, emptied={}),
             now_s=AT.now_s,
         )
 

@@ -208,3 +208,10 @@ class ReportedEngine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     load: Annotated[
         EngineLoad | None, Meta(description="None while the engine says nothing of it.")
     ] = None
+    cache_since_ms: Annotated[
+        TimeMs,
+        Meta(
+            description="The engine has nothing of completions that finished before: it was "
+            "started again under this epoch, or loaded weights. By the same clock as those records."
+        ),
+    ] = 0

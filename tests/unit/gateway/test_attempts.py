@@ -101,6 +101,7 @@ class Scene:
         lane: int = 0,
         is_serving: bool = True,
         version: int = 0,
+        cache_since_ms: int = 0,
     ) -> Effects:
         record = ReportedEngine(
             lane=lane,
@@ -112,6 +113,7 @@ class Scene:
             running=0,
             queued=0,
             reported_ms=0,
+            cache_since_ms=cache_since_ms,
         )
         return self.attempts.take_report(record, heard_s=now_s, at=at(now_s))
 

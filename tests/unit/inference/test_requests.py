@@ -250,7 +250,7 @@ async def test_a_lost_engine_fails_its_requests_and_is_taken_back_when_it_return
         scene = await scene_of(base, url)
         service = scene.serving()
         await service.__aenter__()
-        await scene.report(is_serving=True)
+        before = await scene.report(is_serving=True)
         await scene.request(1, CONTEXT)
         await scene.until_running()
     await scene.report(is_serving=False, timeout_s=10)
@@ -258,13 +258,14 @@ async def test_a_lost_engine_fails_its_requests_and_is_taken_back_when_it_return
     await scene.request(2, CONTEXT)
     _, refused = await scene.finished(count=2, timeout_s=5)
     async with serving(StandInEngine(Speed(tokens=1)), port=port):
-        await scene.report(is_serving=True, timeout_s=10)
+        after = await scene.report(is_serving=True, timeout_s=10)
         await scene.request(3, CONTEXT)
         *_, served = await scene.finished(count=3, timeout_s=5)
         await service.__aexit__(None, None, None)
     assert (lost.finish_reason, lost.failure) == ("error", "engine")
     assert refused.error == "engine: not serving"
     assert served.finish_reason == "stop"
+    assert 0 < before.cache_since_ms < after.cache_since_ms
 
 
 async def test_a_stop_lets_short_requests_end_and_fails_long_ones(base: Path) -> None:

@@ -56,6 +56,7 @@ class Reports:
         self._context_tokens_max = 0
         self._ranks = 1
         self._load: EngineLoad | None = None
+        self._cache_since_ms = 0
 
     def serve(self, *, context_tokens_max: int, ranks: int) -> None:
         """Report from here on that the lane serves."""
@@ -107,6 +108,7 @@ class Reports:
             weights_address=self._identity.weights_address,
             load=self._load,
             process_group=self._weights.shared_group,
+            cache_since_ms=self._cache_since_ms,
         )
         self._telemetry.gauge("inference.running", report.running, lane=lane)
         self._telemetry.gauge("inference.queued", report.queued, lane=lane)
@@ -115,7 +117,8 @@ class Reports:
         await self._writer.write(emit_of_report(report))
 
     async def write_loaded_weights(self, loading: Loading) -> None:
-        """Write which weights the lane serves and how they arrived."""
+        """Write which weights the lane serves and how they arrived; the engine's cache is empty."""
+        self._cache_since_ms = now_ms()
         weights = self._weights.served.weights
         loaded = LoadedWeights(
             lane=self._identity.lane,

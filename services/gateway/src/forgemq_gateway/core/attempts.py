@@ -288,7 +288,9 @@ class Attempts:
         assert prepared is not None, f"turn {turn.request_id} is {turn.state} but not prepared"
         return self._lanes.choose(
             context_tokens=prepared.context_tokens,
-            cached=lambda: cached_by_lane(prepared, episode.first_prompts),
+            cached=lambda: cached_by_lane(
+                prepared, episode.first_prompts, emptied=self._lanes.emptied
+            ),
             now_s=at.now_s,
             failed_on=turn.failed_on,
         )
@@ -296,7 +298,10 @@ class Attempts:
     def _send(self, episode: HeldEpisode, turn: OpenTurn, lane: KnownLane) -> SendAttempt:
         assert turn.prepared is not None
         turn.cached_expected = cached_expected(
-            turn.prepared, episode.first_prompts, where=(lane.lane, lane.epoch, lane.weights)
+            turn.prepared,
+            episode.first_prompts,
+            where=(lane.lane, lane.epoch, lane.weights),
+            emptied=self._lanes.emptied,
         )
         record = requested(turn, lane=lane.lane, epoch=lane.epoch)
         turn.state = "requested"

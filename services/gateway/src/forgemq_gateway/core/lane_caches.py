@@ -6,6 +6,7 @@ has every token but the last one, which it sampled and need not have read: wheth
 what it did next. What episodes happen to say alike, word for word, is not expected.
 """
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from forgemq_contracts.lanes import WeightsId
@@ -16,27 +17,38 @@ LaneCache: TypeAlias = tuple[int, int, WeightsId | None]
 """The cache of a lane, under one epoch and one version of the weights: others find nothing in it.
 """
 
+Emptied: TypeAlias = Mapping[int, int]
+"""By lane: when its engine last had nothing, in milliseconds of the clock that says when its
+completions finished."""
+
+_GONE = -1
+"""For the epoch of what an engine lost; a pool may have it."""
+
 # Before all others.
 _NO_WEIGHTS: WeightsId = (-1, -1)
 
 
-def cached_tokens(completion: KnownCompletion | None, *, shared: int) -> dict[LaneCache, int]:
+def cached_tokens(
+    completion: KnownCompletion | None, *, shared: int, emptied: Emptied
+) -> dict[LaneCache, int]:
     """Leading tokens of a child that each lane has computed, at most `shared`; one walk for all."""
     cached: dict[LaneCache, int] = {}
     limit = shared
     while completion is not None and limit > 0:
         has = min(limit, completion.total_tokens - 1)
-        cached.setdefault((completion.lane, completion.epoch, completion.weights), has)
+        cached.setdefault(_cache_of(completion, emptied), has)
         limit = min(limit, completion.shared_tokens)
         completion = completion.parent
     return cached
 
 
-def cached_on(where: LaneCache, completion: KnownCompletion | None, *, shared: int) -> int:
+def cached_on(
+    where: LaneCache, completion: KnownCompletion | None, *, shared: int, emptied: Emptied
+) -> int:
     """As `cached_tokens`, of one lane; nearly always the parent itself was there."""
     limit = shared
     while completion is not None and limit > 0:
-        if (completion.lane, completion.epoch, completion.weights) == where:
+        if _cache_of(completion, emptied) == where:
             return min(limit, completion.total_tokens - 1)
         limit = min(limit, completion.shared_tokens)
         completion = completion.parent
@@ -66,21 +78,25 @@ class FirstPrompts:
         if self._of_run is not None:
             self._of_run.note(completion)
 
-    def cached_tokens(self, context: bytes) -> dict[LaneCache, int]:
+    def cached_tokens(self, context: bytes, *, emptied: Emptied) -> dict[LaneCache, int]:
         """Leading tokens of a whole context that each lane has computed."""
         known = (self._newest if self._of_run is None else self._of_run._newest).values()
-        return {_cache_of(each): self.cached_on(_cache_of(each), context) for each in known}
+        caches = [_cache_of(each, emptied) for each in known]
+        return {each: self.cached_on(each, context, emptied=emptied) for each in caches}
 
-    def cached_on(self, where: LaneCache, context: bytes) -> int:
+    def cached_on(self, where: LaneCache, context: bytes, *, emptied: Emptied) -> int:
         """As `cached_tokens`, of one lane."""
         completion = self._newest.get(where[0])
-        if completion is not None and _cache_of(completion) == where:
+        if completion is not None and _cache_of(completion, emptied) == where:
             return _common(context, completion)  # Its task is the same, and no other group's is.
-        return 0 if self._of_run is None else self._of_run.cached_on(where, context)
+        if self._of_run is None:
+            return 0
+        return self._of_run.cached_on(where, context, emptied=emptied)
 
 
-def _cache_of(completion: KnownCompletion) -> LaneCache:
-    return (completion.lane, completion.epoch, completion.weights)
+def _cache_of(completion: KnownCompletion, emptied: Emptied) -> LaneCache:
+    is_gone = completion.finished_ms < emptied.get(completion.lane, 0)
+    return (completion.lane, _GONE if is_gone else completion.epoch, completion.weights)
 
 
 def _age(completion: KnownCompletion) -> tuple[int, WeightsId]:

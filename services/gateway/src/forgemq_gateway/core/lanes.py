@@ -35,7 +35,8 @@ class HeardReport(NamedTuple):
 class Lanes:
     """Lanes of the run by the common rule, how many requests each has in flight, and its errors.
 
-    Times are monotonic seconds of the gateway.
+    Times are monotonic seconds of the gateway. `emptied` has, by lane, when its engine last had
+    nothing in its cache, in milliseconds of its process's clock.
 
     Args:
         pool_tokens_per_s: Rate at which an engine fetches what another has computed; None: it
@@ -55,6 +56,7 @@ class Lanes:
         self.output_length = OutputLength()
         self._work: dict[int, LaneWork] = {}
         self.newest: dict[int, HeardReport] = {}
+        self.emptied: dict[int, int] = {}
         self._mean_rates: Rates | None = None  # of all lanes; None until it is asked for
 
     def report(self, record: ReportedEngine, *, heard_s: float) -> bool:
@@ -62,6 +64,7 @@ class Lanes:
         if not self._liveness.observe(record, at_ms=_ms(heard_s)):
             return False
         self.newest[record.lane] = HeardReport(record, heard_s)
+        self.emptied[record.lane] = record.cache_since_ms
         if heard_s - self._heard_s > SILENCE_S:
             self._resumed_s = heard_s
         self._heard_s = max(self._heard_s, heard_s)

@@ -8,7 +8,13 @@ from msgspec import Struct
 from forgemq_contracts.completions import RequestedCompletion
 from forgemq_gateway.core.completion_tokens import tokens_of
 from forgemq_gateway.core.known_completion import TOKEN_BYTES, KnownCompletion
-from forgemq_gateway.core.lane_caches import FirstPrompts, LaneCache, cached_on, cached_tokens
+from forgemq_gateway.core.lane_caches import (
+    Emptied,
+    FirstPrompts,
+    LaneCache,
+    cached_on,
+    cached_tokens,
+)
 from forgemq_gateway.core.message_paths import NO_BRANCH, Branch
 from forgemq_gateway.core.plans import Prepared
 
@@ -134,17 +140,21 @@ def restored(record: RequestedCompletion, *, parent: KnownCompletion | None) -> 
     )
 
 
-def cached_by_lane(prepared: Prepared, first_prompts: FirstPrompts) -> Mapping[LaneCache, int]:
+def cached_by_lane(
+    prepared: Prepared, first_prompts: FirstPrompts, *, emptied: Emptied
+) -> Mapping[LaneCache, int]:
     """Leading context tokens that each lane has computed, if it has any."""
     if prepared.parent is None:
-        return first_prompts.cached_tokens(prepared.context)
-    return cached_tokens(prepared.parent, shared=prepared.shared_tokens)
+        return first_prompts.cached_tokens(prepared.context, emptied=emptied)
+    return cached_tokens(prepared.parent, shared=prepared.shared_tokens, emptied=emptied)
 
 
-def cached_expected(prepared: Prepared, first_prompts: FirstPrompts, *, where: LaneCache) -> int:
+def cached_expected(
+    prepared: Prepared, first_prompts: FirstPrompts, *, where: LaneCache, emptied: Emptied
+) -> int:
     """Context tokens that an engine will say it had: it reads the last one of a context again."""
     if prepared.parent is None:
-        cached = first_prompts.cached_on(where, prepared.context)
+        cached = first_prompts.cached_on(where, prepared.context, emptied=emptied)
     else:
-        cached = cached_on(where, prepared.parent, shared=prepared.shared_tokens)
+        cached = cached_on(where, prepared.parent, shared=prepared.shared_tokens, emptied=emptied)
     return min(cached, prepared.context_tokens - 1)

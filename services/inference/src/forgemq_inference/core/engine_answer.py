@@ -93,7 +93,7 @@ def check_weights(spans: Iterable[WeightSpan], *, oldest: Weights, newest: Weigh
     Args:
         spans: Of the output.
         oldest: What the lane served when it asked.
-        newest: The newest that the lane has heard of.
+        newest: The newest that are published.
 
     Raises:
         InvalidAnswerError: names the weights.

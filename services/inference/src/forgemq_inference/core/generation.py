@@ -144,7 +144,7 @@ def finished_completion(
 
     Raises:
         InvalidAnswerError: tokens, log-probabilities, spans and routes do not fit together, or the
-            output is none that was asked for.
+            request did not ask for such an output.
     """
     meta = answer.meta_info
     reason = meta.finish_reason.type
