@@ -1,4 +1,4 @@
-"""After kill -9 a gateway reads from the log what agents were told and what they still wait for."""
+"""After kill -9 a gateway reads from the log what was answered, and what is still waited for."""
 
 import asyncio
 from pathlib import Path
