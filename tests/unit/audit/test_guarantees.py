@@ -1,20 +1,11 @@
 """A broken guarantee is found broken, and one that holds is found to hold."""
 
-import hashlib
 import random
-from collections.abc import Sequence
 
 import msgspec
 import pytest
 
-from forgemq_audit.guarantees import Ledger
-from forgemq_audit.tree_facts import first_ends, tree_facts
-from forgemq_contracts import topics
 from forgemq_contracts.arrays import pack_floats, pack_ids, unpack_ids
-from forgemq_contracts.completions import FinishedCompletion
-from forgemq_contracts.episodes import FinishedEpisode
-from forgemq_contracts.groups import ScoredGroup
-from forgemq_contracts.messages import Message
 from forgemq_contracts.topics import (
     ADMITTED_GROUPS,
     FINISHED_COMPLETIONS,
@@ -25,42 +16,8 @@ from forgemq_contracts.topics import (
     SCORED_GROUPS,
     TRAINED_STEPS,
 )
-from forgemq_contracts.trees import MergedTree
-from forgemq_run_view.report import GuaranteeVerdict
-from forgemq_run_view.trajectory import chosen
-from tests.unit.run_view.synthetic import SyntheticRun, configuration, metrics
-
-
-def audited(messages: Sequence[Message], *, is_ended: bool = True) -> dict[str, GuaranteeVerdict]:
-    ledger = Ledger(configuration())
-    completions: dict[str, list[Message]] = {}
-    scored: dict[str, ScoredGroup] = {}
-    ends: dict[str, list[Message]] = {}
-    for message in messages:
-        ledger.apply(message)
-        if isinstance(message.record, FinishedEpisode):
-            ends.setdefault(message.record.group_id, []).append(message)
-        if isinstance(message.record, FinishedCompletion):
-            completions.setdefault(message.record.group_id, []).append(message)
-        if isinstance(message.record, ScoredGroup):
-            scored[message.record.group_id] = message.record
-    for message in messages:
-        tree = message.record
-        if isinstance(tree, MergedTree):
-            ledger.add_tree(
-                tree_facts(
-                    tree,
-                    sha256=hashlib.sha256(topics.encode(tree)).hexdigest(),
-                    completions=chosen(completions.get(tree.group_id, ())),
-                    scored=scored.get(tree.group_id),
-                    ends=first_ends(ends.get(tree.group_id, ())),
-                )
-            )
-    return {verdict.name: verdict for verdict in ledger.verdicts(is_ended=is_ended)}
-
-
-def broken(verdicts: dict[str, GuaranteeVerdict]) -> set[str]:
-    return {name for name, verdict in verdicts.items() if not verdict.holds}
+from tests.unit.audit.verdicts import audited, broken
+from tests.unit.run_view.synthetic import SyntheticRun, metrics
 
 
 @pytest.fixture
@@ -147,32 +104,6 @@ def test_a_missing_step_breaks_g2(run):
         return None if step.step == 1 else step
 
     assert "G2" in broken(audited(run.changed(TRAINED_STEPS, without)))
-
-
-def test_a_restarted_trainer_that_repeats_steps_trains_nothing_twice():
-    run = SyntheticRun()
-    groups = [[run.generate(2 * step + i, version=step) for i in range(2)] for step in range(3)]
-    run.train(0, groups[0])
-    run.schedule(1, groups[1])
-    run.step_done(1, groups[1], lineage=1)
-    run.step_done(1, groups[1], lineage=2)
-    for group in groups[1]:
-        run.retire(group.group_id, step=1)
-    run.train(2, groups[2], lineage=2, is_last=True)
-    assert broken(audited(run.messages)) == set()
-
-
-def test_a_step_of_the_fenced_lineage_does_not_survive():
-    run = SyntheticRun()
-    groups = [[run.generate(2 * step + i, version=step) for i in range(2)] for step in range(3)]
-    for step in range(3):
-        run.schedule(step, groups[step])
-        run.step_done(step, groups[step], lineage=1)
-    run.step_done(1, groups[1], lineage=2)
-    ledger = Ledger(configuration())
-    for message in run.messages:
-        ledger.apply(message)
-    assert ledger.trained_group_ids() == ("g-0", "g-1", "g-2", "g-3")
 
 
 def test_a_group_staler_than_the_limit_breaks_g3(run):

@@ -5,7 +5,7 @@ guarantee counts as kept only if everything it speaks of was compared.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from forgemq_audit.same_logprobs import gap_text, gap_violations, limits_of
 from forgemq_contracts.audit import AuditedGroup, TreeFacts
@@ -50,7 +50,7 @@ class Ledger:
         self._admissions: dict[str, AdmittedGroup] = {}
         self._retired: dict[str, dict[tuple[int, int], RetiredGroup]] = {}
         self._scheduled: dict[int, dict[int, ScheduledStep]] = {}
-        self._trained: list[TrainedStep] = []
+        self._trained: dict[int, TrainedStep] = {}  # by offset
         self._trees: dict[str, list[TreeFacts]] = {}
         self._audited: set[str] = set()
 
@@ -68,7 +68,7 @@ class Ledger:
             case ScheduledStep() as record:
                 self._scheduled.setdefault(record.step, {})[message.offset] = record
             case TrainedStep() as record:
-                self._trained.append(record)
+                self._trained[message.offset] = record
             case AuditedGroup() as record:
                 self._audited.add(record.group_id)
                 for facts in record.trees:
@@ -88,7 +88,7 @@ class Ledger:
 
     def trained_group_ids(self) -> tuple[str, ...]:
         """Groups that the surviving weights were trained on, in training order."""
-        kept = surviving(self._trained).values()
+        kept = self._surviving().values()
         return tuple(group_id for step in kept for group_id in step.group_ids)
 
     def trained_trees(self) -> tuple[TreeFacts, ...]:
@@ -118,8 +118,13 @@ class Ledger:
             self._same_logprobs(),
         )
 
+    def _surviving(self) -> dict[int, TrainedStep]:
+        return surviving(self._trained.values())
+
     def _retired_once(self, *, is_ended: bool) -> GuaranteeVerdict:
-        trained = set(self.trained_group_ids())
+        # A restarted trainer may still have to train steps again whose groups have retired.
+        steps = self._surviving().values() if is_ended else self._trained.values()
+        trained_in = {group_id: {step.step} for step in steps for group_id in step.group_ids}
         wrong = [
             f"{group_id} was admitted {len(admissions)} times"
             for group_id, admissions in self._admitted.items()
@@ -132,8 +137,8 @@ class Ledger:
                 wrong.append(f"{group_id} was retired {len(records)} times: {reasons}")
             if group_id not in self._admitted and not _is_refused(records.values()):
                 wrong.append(f"{group_id} was retired and never admitted")
-            is_called_trained = any(r.reason == "trained" for r in records.values())
-            if is_called_trained != (group_id in trained) and (is_ended or is_called_trained):
+            called = {r.step for r in records.values() if r.reason == "trained"}
+            if called != trained_in.get(group_id, set()) and (is_ended or called):
                 wrong.append(f"{group_id}: trained and retired as trained disagree")
         still_open = [group_id for group_id in self._admitted if group_id not in self._retired]
         if is_ended:
@@ -146,15 +151,16 @@ class Ledger:
         )
 
     def _trained_once(self, *, is_ended: bool, missing: Sequence[str]) -> GuaranteeVerdict:
-        kept = surviving(self._trained)
+        kept = self._surviving()
         wrong = []
         if list(kept) != list(range(len(kept))):
             wrong.append(f"trained steps are not gap-free from 0: {list(kept)}")
-        for step in self._trained:
+        wrong += _disorder(self._trained)
+        for step in self._trained.values():
             wrong += self._against_schedule(step)
         for step_number, versions in self._scheduled.items():
-            if len({record.groups for record in versions.values()}) > 1:
-                wrong.append(f"step {step_number} was scheduled {len(versions)} different ways")
+            if len(versions) > 1:
+                wrong.append(f"step {step_number} was scheduled {len(versions)} times")
             if is_ended and step_number not in kept:
                 wrong.append(f"step {step_number} was scheduled and never trained")
         groups = Counter(self.trained_group_ids())
@@ -234,7 +240,7 @@ class Ledger:
 
     def _same_logprobs(self) -> GuaranteeVerdict:
         limits = limits_of(self._configuration)
-        steps = tuple(surviving(self._trained).values())
+        steps = tuple(self._surviving().values())
         wrong = gap_violations(steps, limits) if steps else []
         return _verdict("G5", wrong, checked=gap_text(steps, limits))
 
@@ -242,6 +248,18 @@ class Ledger:
 def _is_refused(records: Iterable[RetiredGroup]) -> bool:
     """Whether the group failed before its admission because its request did not decode."""
     return all(each.reason == "failed" and each.queue_index is None for each in records)
+
+
+def _disorder(trained: Mapping[int, TrainedStep]) -> list[str]:
+    """Steps that do not follow the one before them in their lineage, by offset of their record."""
+    wrong = []
+    newest: dict[int, int] = {}
+    for _, record in sorted(trained.items()):
+        before = newest.get(record.lineage, record.step - 1)
+        if record.step != before + 1:
+            wrong.append(f"lineage {record.lineage}: step {record.step} follows step {before}")
+        newest[record.lineage] = record.step
+    return wrong
 
 
 def _unknown(texts: Iterable[str]) -> list[str]:
