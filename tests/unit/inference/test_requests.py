@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from forgemq_bus.blobs import BlobStore
 from forgemq_bus.log import Emit, Place
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
@@ -53,6 +54,25 @@ async def test_the_trace_context_of_the_request_is_on_the_record(base: Path) -> 
         places = [await scene.read("finished-completions-v1", p) for p in range(4)]
     (record,) = [record for place in places for record in place]
     assert dict(record.headers)["traceparent"] == TRACE[0][1]
+
+
+async def test_a_completion_waits_for_a_blob_store_that_is_away(base: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "blobs"
+    folder.write_text("no folder can be made here")
+    blobs = BlobStore(str(folder), run="r")
+    log = MemoryLog(run="r", blobs=blobs, inline_bytes_max=4096)  # A completion is larger.
+    await create_topics(log)
+    async with serving(StandInEngine(Speed(tokens=800))) as url:
+        scene = LaneScene(log, model=base, engine_url=url)
+        async with scene.serving():
+            await scene.report(is_serving=True)
+            await scene.request(1, CONTEXT, max_tokens=800)
+            await asyncio.sleep(10.0)
+            finished_meanwhile = len(await scene.finished())
+            folder.unlink()
+            (record,) = await scene.finished(count=1)
+    assert finished_meanwhile == 0
+    assert (record.request_id, len(unpack_ids(record.output))) == (request_id(1), 800)
 
 
 async def test_a_redelivered_request_runs_once(base: Path) -> None:

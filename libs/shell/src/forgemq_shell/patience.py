@@ -4,7 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from forgemq_bus.blobs import BlobStore
 from forgemq_bus.errors import BlobError, LostBlobError
+from forgemq_contracts.fields import BlobReference
 from forgemq_telemetry.telemetry import Telemetry
 
 Result = TypeVar("Result")
@@ -20,8 +22,8 @@ async def patiently(call: Callable[[], Awaitable[Result]], *, telemetry: Telemet
     """What the call returns, which is repeated while the blob store does not answer.
 
     Args:
-        call: Reads, or writes in one call: a write sends nothing to the broker before its values
-            are in the blob store.
+        call: Reads a blob, or writes in one call: a write sends nothing to the broker before its
+            values are in the blob store.
         telemetry: Gets one event, `blob_store_silent`, for each time that it is waited for.
 
     Raises:
@@ -41,3 +43,32 @@ async def patiently(call: Callable[[], Awaitable[Result]], *, telemetry: Telemet
             elif now_s() >= until_s:
                 raise
         await asyncio.sleep(_RETRY_S)
+
+
+class PatientBlobStore(BlobStore):
+    """The blobs of a run; each read waits while the store does not answer, also at a start.
+
+    A write has one try: only its caller knows whether somebody waits for it, and whether writing
+    is to be repeated (`patiently`).
+    """
+
+    def __init__(self, uri: str, *, run: str, telemetry: Telemetry) -> None:
+        """A store at an fsspec address.
+
+        Args:
+            uri: As of `BlobStore`.
+            run: As of `BlobStore`.
+            telemetry: As of `patiently`.
+        """
+        super().__init__(uri, run=run)
+        self._telemetry = telemetry
+
+    async def get(self, reference: BlobReference) -> bytes:
+        """The bytes, verified against their sha256.
+
+        Raises:
+            LostBlobError: they are gone, or not the bytes that were written.
+            BlobError: the store has not answered for `PATIENCE_S`.
+        """
+        read = super().get
+        return await patiently(lambda: read(reference), telemetry=self._telemetry)

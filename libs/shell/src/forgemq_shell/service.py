@@ -23,6 +23,7 @@ from forgemq_shell.interruption import result_before
 from forgemq_shell.library_logs import library_logs
 from forgemq_shell.loop_watch import LoopWatch, keep_alive_file
 from forgemq_shell.partition_watch import check_partitions, watch_partitions
+from forgemq_shell.patience import PatientBlobStore
 from forgemq_shell.restore import NewerLogicError
 from forgemq_shell.started_run import UnreadableRunError, started_run
 from forgemq_telemetry.causes import causes
@@ -210,7 +211,9 @@ async def _run_main(
         return
     configuration = started.configuration
     add_code_paths(configuration.code_paths)
-    blobs = BlobStore(environ.get("FORGEMQ_BLOBS") or started.blobs, run=configuration.run)
+    blobs = PatientBlobStore(
+        environ.get("FORGEMQ_BLOBS") or started.blobs, run=configuration.run, telemetry=telemetry
+    )
     log = KafkaLog(
         kafka_connection(environ),
         run=configuration.run,

@@ -194,13 +194,10 @@ class TransformTask:
         room_bytes = settings.batch_bytes_max - sum(len(record.value) for record in behind)
         if room <= 0 or room_bytes <= 0:
             return []
-        return await patiently(
-            lambda: reader.read(
-                timeout_s=timeout_s,
-                records_max=min(room, settings.read_records_max),
-                bytes_max=min(room_bytes, READ_BYTES_MAX),
-            ),
-            telemetry=self._telemetry,
+        return await reader.read(
+            timeout_s=timeout_s,
+            records_max=min(room, settings.read_records_max),
+            bytes_max=min(room_bytes, READ_BYTES_MAX),
         )
 
     def _tick_when_due(self, batch: Batch) -> None:

@@ -12,7 +12,6 @@ from forgemq_gateway.applying import Applying
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.feed_topics import CONSUMES, FOLLOWED, FOLLOWED_FROM_NOW, URGENT
 from forgemq_gateway.marks import FIRST_RECORDS
-from forgemq_shell.patience import patiently
 
 __all__ = ["CONSUMES", "Feed"]
 
@@ -71,7 +70,6 @@ class _Part:
         self._applying = applying
         self._registry = context.registry
         self._read_back = context.read_back
-        self._telemetry = context.telemetry
         self._first_read = first_read
         self._gathers = gathers
         self._positions: dict[Place, int] = {}
@@ -108,10 +106,7 @@ class _Part:
         places = list(self._positions)
         while not self._has_other_places:
             await self._read_back.note({place: reader.position(place) for place in places})
-            records = await patiently(
-                lambda: reader.read(timeout_s=_READ_S, records_max=_RECORDS_MAX),
-                telemetry=self._telemetry,
-            )
+            records = await reader.read(timeout_s=_READ_S, records_max=_RECORDS_MAX)
             for record in records:
                 # A partition that was lost a record ago is another gateway's.
                 if record.place in self._positions:

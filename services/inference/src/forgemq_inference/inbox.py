@@ -17,7 +17,6 @@ from forgemq_inference.lane_duty import LaneDuty
 from forgemq_inference.reports import LaneIdentity
 from forgemq_inference.requests import Requests
 from forgemq_shell.dead_letters import DeadLetters
-from forgemq_shell.patience import patiently
 from forgemq_telemetry import Telemetry
 
 _READ_TIMEOUT_S = 0.25
@@ -71,10 +70,7 @@ class Inbox:
         while True:
             turned()
             try:
-                records = await patiently(
-                    lambda: reader.read(timeout_s=_READ_TIMEOUT_S, records_max=_RECORDS_MAX),
-                    telemetry=self._telemetry,
-                )
+                records = await reader.read(timeout_s=_READ_TIMEOUT_S, records_max=_RECORDS_MAX)
             except OutOfRangeError as error:
                 await self._pass_retired(reader, log, error)
                 continue

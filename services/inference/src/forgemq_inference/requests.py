@@ -54,6 +54,7 @@ from forgemq_inference.live_chunks import LiveChunks, Spawn
 from forgemq_inference.pause_clock import PauseClock
 from forgemq_inference.teacher import Teacher
 from forgemq_shell.clock import now_ms
+from forgemq_shell.patience import patiently
 from forgemq_shell.records import emit_of
 from forgemq_telemetry import Telemetry
 
@@ -374,7 +375,9 @@ class Requests:
     async def _write_finished(self, record: FinishedCompletion, headers: Headers) -> None:
         partition = self._partition(record.group_id)
         output = Output(topic=topics.FINISHED_COMPLETIONS.name, partition=partition, record=record)
-        await self._writer.write(emit_of(output, headers=headers))
+        emit = emit_of(output, headers=headers)
+        # Sampled already: another process would sample it again.
+        await patiently(lambda: self._writer.write(emit), telemetry=self._telemetry)
         tokens = len(record.output) // 4
         self.output_tokens_total += tokens
         self._telemetry.count("inference.finished", reason=end_of(record))

@@ -26,7 +26,6 @@ from forgemq_reward.grader import Grader, load_rendering
 from forgemq_reward.grader_processes import Places
 from forgemq_reward.grading_positions import GROUP, GradingPositions
 from forgemq_reward.settings import RewardSettings
-from forgemq_shell.patience import patiently
 from forgemq_shell.records import emit_of
 from forgemq_shell.service import Context
 from forgemq_shell.span_links import completion_traces
@@ -140,9 +139,8 @@ class GradingLoop:
                 is_paused = not is_paused
                 (member.pause if is_paused else member.resume)(places)
                 self._context.telemetry.gauge("reward.episodes_waiting", waiting)
-            for record in await patiently(
-                lambda: member.read(timeout_s=_READ_S, records_max=self._settings.records_max),
-                telemetry=self._context.telemetry,
+            for record in await member.read(
+                timeout_s=_READ_S, records_max=self._settings.records_max
             ):
                 self._add(record)
             self._note_positions(member)
