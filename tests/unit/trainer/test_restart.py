@@ -1,6 +1,7 @@
 """A life of the trainer after previous lives, and beside another one."""
 
 import asyncio
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -185,6 +186,25 @@ async def test_a_damaged_checkpoint_that_the_log_names_stops_the_trainer_with_a_
     assert caught.group_contains(
         LostCheckpointError, match="of step 0: put back a copy of checkpoints/step-00000001"
     )
+
+
+async def test_a_damaged_checkpoint_ahead_of_training_costs_no_later_one(tmp_path: Path) -> None:
+    """A life wrote it before it could record the step, and the disk holds other bytes since."""
+    bench = await memory_bench(tmp_path, checkpoints_kept=1)
+    trees = _trees(3)
+    await bench.put_trees(trees)
+    steps = [scheduled_step(number, [tree]) for number, tree in enumerate(trees)]
+    await bench.put_steps(steps[:1])
+    await bench.train(until=0)
+    folder = bench.folder / "checkpoints"
+    shutil.copytree(folder / "step-00000000", folder / "step-00000009")
+    (folder / "step-00000009" / "trainer.json").write_text("{")
+    for number in (1, 2):
+        await bench.put_steps(steps[number : number + 1])
+        await bench.train(until=number, lineage=number + 1)
+        kept = sorted(path.name for path in folder.iterdir())
+        assert kept == ["damaged-step-00000009", f"step-0000000{number}"]
+    assert [each.checkpoint_step for each in await bench.trained()] == [0, 1, 2]
 
 
 async def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:

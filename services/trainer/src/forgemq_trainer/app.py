@@ -110,9 +110,9 @@ async def _train(
     )
     checkpoint = await asyncio.to_thread(store.newest_checkpoint)
     previous = await read_previous_lives(context.log)
-    life = TrainerLife(
-        lineage=previous.next_lineage(checkpoint), claim=claim, writer=await context.log.writer()
-    )
+    lineage = previous.next_lineage(checkpoint)
+    await asyncio.to_thread(store.begin_after, checkpoint)
+    life = TrainerLife(lineage=lineage, claim=claim, writer=await context.log.writer())
     async with asyncio.TaskGroup() as tasks:
         # An adapter is a few MB, and SGLang loads it from a folder only.
         paths = (

@@ -20,6 +20,7 @@ from forgemq_trainer.storage.checkpoint import (
     check_configuration,
     checkpoints,
     remove_older,
+    set_aside_newer,
     write_checkpoint,
 )
 from forgemq_trainer.storage.durable import DurableWeights
@@ -110,6 +111,14 @@ class Store:
                 self._check_base(found)
             return found
         return None
+
+    def begin_after(self, checkpoint: Checkpoint | None) -> None:
+        """Set checkpoints of later steps than training continues from aside: they are damaged.
+
+        They would count among the newest that are kept, and one that could be read later on would
+        be taken for this life's, which trains its step again.
+        """
+        set_aside_newer(self._checkpoints, than=checkpoint)
 
     def save_restored(
         self, training: Training, checkpoint: Checkpoint | None, *, lineage: int

@@ -8,9 +8,10 @@ reads either. Of a run with adapters there is a folder `adapter` in place of the
 the record has the base model's checksum. A checkpoint is read back from the disk and its checksums
 verified before trained-steps names it, and again on loading.
 
-If a checkpoint is damaged and the log does not name it, the previous one is used. If the log names
-it, the trainer stops (`PreviousLives.next_lineage`): the trees of the steps after the previous one
-may already be deleted, so these steps could not be trained again.
+If a checkpoint is damaged and the log does not name it, the previous one is used, and the damaged
+one gets another name, as its step is trained again. If the log names it, the trainer stops
+(`PreviousLives.next_lineage`): the trees of the steps after the previous one may already be
+deleted, so these steps could not be trained again.
 """
 
 import hashlib
@@ -316,6 +317,15 @@ def checkpoint_at(folder: Path, *, is_hashed: bool) -> Checkpoint:
     if found is None:
         raise DamagedCheckpointError(f"rank 0 reads the checkpoint {folder}, this rank does not")
     return found
+
+
+def set_aside_newer(root: Path, *, than: Checkpoint | None) -> None:
+    """Rename the folders of later steps, for people to look at; without a checkpoint, all."""
+    for folder in sorted(root.glob("step-*")):
+        if than is None or folder.name > than.folder.name:
+            aside = folder.with_name(f"damaged-{folder.name}")
+            remove_folder(aside)
+            folder.rename(aside)
 
 
 def remove_older(root: Path, *, kept: int, pattern: str) -> None:
