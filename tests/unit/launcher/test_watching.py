@@ -68,8 +68,9 @@ async def test_the_plain_line_says_how_far_a_round_is_that_is_being_played() -> 
         tally=Tally(episodes=3, success=0.0, reward=0.0, outcome=0.0, speed=0.0, process=0.0),
     )
     played = msgspec.structs.replace(round_, is_greedy=True, groups_ended=8)
-    shown = line(msgspec.structs.replace(state, evaluations=(round_, played)))
-    assert shown.endswith(" saving 0.0x; sampled v0: 3 of 8 played")
+    asked = msgspec.structs.replace(round_, version_min=None, version_max=None, groups_ended=0)
+    shown = line(msgspec.structs.replace(state, evaluations=(round_, played, asked)))
+    assert shown.endswith(" saving 0.0x; sampled v0: 3 of 8 played; sampled: 0 of 8 played")
 
 
 @pytest.mark.slow

@@ -180,6 +180,30 @@ def test_evaluation_rounds_are_apart_from_training_and_from_one_another(run):
     assert (state.queues[0].in_flight, state.groups_open) == (0, 12)
 
 
+def test_a_round_has_the_versions_that_sampled_it_and_none_before_its_first_completion(run):
+    evaluate(run, "played", version=1, temperature=1.0, outcomes=[1])
+    asked = AdmittedGroup(
+        group_id="g-90",
+        domain=DOMAIN,
+        purpose="eval",
+        group_size=2,
+        task=b"{}",
+        version_at_admission=1,
+        temperature=1.0,
+        round_name="begun",
+    )
+    run.put(ADMITTED_GROUPS, asked)
+    begun = state_of(run.messages).evaluations
+    for episode, version in enumerate((3, 4)):
+        run.completion("g-90", episode, turn=0, version=version, context=[1])
+    sampled = state_of(run.messages).evaluations[0]
+    assert {(each.version_min, each.version_max, each.versions) for each in begun} == {
+        (None, None, "")
+    }
+    assert (sampled.round_name, sampled.version_min, sampled.version_max) == ("begun", 3, 4)
+    assert sampled.versions == "3-4"
+
+
 def test_tokens_per_second_are_those_of_the_last_twenty_seconds(run):
     last_ms = max(message.timestamp_ms for message in run.messages)
     assert state_of(run.messages, now_ms=last_ms).tokens_per_s == pytest.approx(48 / 20)

@@ -53,8 +53,8 @@ class _Round:
     sums: Sums = field(default_factory=Sums)
     groups: int = 0
     groups_ended: int = 0
-    version_min: int = 1 << 62
-    version_max: int = 0
+    versions: tuple[int, int] | None = None
+    """The oldest and the newest that sampled it; None before its first completion."""
 
 
 @dataclass(slots=True)
@@ -171,20 +171,20 @@ class GroupBook:
         )
 
     def evaluations(self) -> tuple[EvaluationPoint, ...]:
-        """Evaluation rounds, oldest weights first."""
+        """Evaluation rounds, oldest weights first; last, those of which nothing is sampled."""
         points = (
             EvaluationPoint(
                 round_name=name,
                 is_greedy=is_greedy,
-                version_min=min(each.version_min, each.version_max),
-                version_max=each.version_max,
+                version_min=each.versions[0] if each.versions else None,
+                version_max=each.versions[1] if each.versions else None,
                 groups=each.groups,
                 groups_ended=each.groups_ended,
                 tally=each.sums.tally(),
             )
             for (name, is_greedy), each in self._rounds.items()
         )
-        return tuple(sorted(points, key=lambda p: (p.version_min, p.round_name, p.is_greedy)))
+        return tuple(sorted(points, key=_by_weights))
 
     def untrained(self, source: Source) -> tuple[UntrainedDomain, ...]:
         """Conversations of this source, by domain."""
@@ -393,5 +393,10 @@ class GroupBook:
 
 def _widen(each: _Round, version: int | None) -> None:
     if version is not None:
-        each.version_min = min(each.version_min, version)
-        each.version_max = max(each.version_max, version)
+        low, high = each.versions or (version, version)
+        each.versions = (min(low, version), max(high, version))
+
+
+def _by_weights(point: EvaluationPoint) -> tuple[bool, int, str, bool]:
+    oldest = point.version_min
+    return (oldest is None, oldest or 0, point.round_name, point.is_greedy)

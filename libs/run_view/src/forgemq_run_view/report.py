@@ -30,12 +30,12 @@ class GuaranteeVerdict(Struct, frozen=True, kw_only=True):
 
 
 class EvaluationResult(Struct, frozen=True, kw_only=True):
-    """One evaluation round at one temperature."""
+    """One evaluation round at one temperature; its versions are None if nothing was sampled."""
 
     round_name: str
     is_greedy: bool
-    version_min: int
-    version_max: int
+    version_min: int | None
+    version_max: int | None
     groups: int
     parts: Tally
 
@@ -189,7 +189,9 @@ def _outer(state: RunState, *, is_greedy: bool) -> tuple[Tally | None, Tally | N
         if point.is_greedy == is_greedy and point.tally.episodes
     ]
     start = [point for point in rounds if point.version_max == 0]
-    end = [point for point in rounds if point.version_min and point.version_max >= state.steps]
+    end = [
+        point for point in rounds if point.version_min and (point.version_max or 0) >= state.steps
+    ]
     return (start[0].tally if start else None, end[-1].tally if end else None)
 
 

@@ -127,11 +127,18 @@ class EvaluationPoint(Struct, frozen=True, kw_only=True):
 
     round_name: str
     is_greedy: bool
-    version_min: int
-    version_max: int
+    version_min: Annotated[int | None, Meta(description="null: nothing is sampled yet.")]
+    version_max: Annotated[int | None, Meta(description="As version_min.")]
     groups: int
     groups_ended: int
     tally: Tally
+
+    @property
+    def versions(self) -> str:
+        """The weights that sampled it, as `3` or `3-4`; "" if nothing is sampled yet."""
+        if self.version_min is None or self.version_min == self.version_max:
+            return "" if self.version_min is None else f"{self.version_min}"
+        return f"{self.version_min}-{self.version_max}"
 
 
 class UntrainedDomain(Struct, frozen=True, kw_only=True):

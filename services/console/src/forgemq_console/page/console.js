@@ -134,7 +134,7 @@ function tables(state) {
   table("rounds", ["round", "weights", "played", "success", "reward"], state.evaluations.map((e) => ({
     cells: [
       e.round_name,
-      e.version_min === e.version_max ? `${e.version_max}` : `${e.version_min}-${e.version_max}`,
+      e.version_min === e.version_max ? `${e.version_max ?? "-"}` : `${e.version_min}-${e.version_max}`,
       `${e.groups_ended} of ${e.groups}`,
       e.tally.episodes ? e.tally.success.toFixed(3) : "-",
       e.tally.episodes ? e.tally.reward.toFixed(3) : "-",

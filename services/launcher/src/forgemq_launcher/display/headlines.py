@@ -56,7 +56,7 @@ def _weights(before: RunState, after: RunState) -> list[str]:
 def _rounds(before: RunState, after: RunState) -> list[str]:
     known = {(p.round_name, p.is_greedy) for p in before.evaluations if p.groups_ended >= p.groups}
     return [
-        f"held-out tasks, {'greedy' if p.is_greedy else 'sampled'}, version {p.version_max}: "
+        f"held-out tasks, {'greedy' if p.is_greedy else 'sampled'}, version {p.versions or '-'}: "
         f"success {p.tally.success:.3f} ({p.groups_ended} groups)"
         for p in after.evaluations
         if p.groups_ended >= p.groups and (p.round_name, p.is_greedy) not in known

@@ -175,10 +175,10 @@ def _curve(values: Sequence[float], *, fixed_max: float | None = None) -> Text:
 
 def _evaluation(point: EvaluationPoint) -> str:
     kind = "greedy" if point.is_greedy else "sampled"
-    weights = f"v{point.version_max}"
+    name = f"{kind} v{point.versions}" if point.versions else kind
     if _is_unfinished(point):
-        return f"{kind} {weights}: {point.groups_ended} of {point.groups} played"
-    return f"{kind} {weights}: {point.tally.success:.2f}"
+        return f"{name}: {point.groups_ended} of {point.groups} played"
+    return f"{name}: {point.tally.success:.2f}"
 
 
 def _is_unfinished(point: EvaluationPoint) -> bool:

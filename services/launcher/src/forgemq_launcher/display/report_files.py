@@ -81,11 +81,15 @@ def _plot_learning(axes: "Axes", state: RunState) -> None:
     axes.plot(versions, [p.tally.success for p in state.versions], label="success, training tasks")
     axes.plot(versions, [p.tally.reward for p in state.versions], label="reward, training tasks")
     for is_greedy, marker in ((False, "o"), (True, "s")):
-        rounds = [p for p in state.evaluations if p.is_greedy == is_greedy and p.tally.episodes]
+        rounds = [
+            (p.version_max, p.tally.success)
+            for p in state.evaluations
+            if p.is_greedy == is_greedy and p.tally.episodes and p.version_max is not None
+        ]
         label = f"success, held out, {'greedy' if is_greedy else 'sampled'}"
         axes.plot(
-            [p.version_max for p in rounds],
-            [p.tally.success for p in rounds],
+            [version for version, _ in rounds],
+            [success for _, success in rounds],
             marker=marker,
             linestyle=":",
             label=label,
