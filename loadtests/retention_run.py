@@ -140,7 +140,7 @@ class Run:
         self._answers = await log.reader(dict.fromkeys(answered, 0))
         self._writer = await log.writer()
         self._committer = await log.transaction_writer("outside")
-        self._audit = await GroupAudit.open(log, partitions=configuration.log.group_partitions)
+        self._audit = await GroupAudit.open(log, configuration=configuration)
         clocks = Clocks(monotonic_s=self.clock_s, wall_s=self.clock_s)
         self._sweep = BlobSweep(
             log, self._blobs, configuration=configuration, grace_s=SWEEP_GRACE_S, clocks=clocks

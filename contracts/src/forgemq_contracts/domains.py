@@ -19,6 +19,11 @@ def rewards_of(configuration: RunConfiguration, *, domain: str) -> Rewards:
     return _with(configuration.rewards, None if queue is None else queue.rewards)
 
 
+def trains_truncated(configuration: RunConfiguration, *, domain: str) -> bool:
+    """Whether the completions of an episode that a limit ended may have a loss in this domain."""
+    return rewards_of(configuration, domain=domain).truncated != "no_loss"
+
+
 def sampling_of(
     configuration: RunConfiguration, *, domain: str, stage: int | None = None
 ) -> Sampling:

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from forgemq_contracts.arrays import pack_floats, pack_ids, unpack_ids
+from forgemq_contracts.run import Rewards
 from forgemq_contracts.topics import (
     ADMITTED_GROUPS,
     FINISHED_COMPLETIONS,
@@ -17,7 +18,9 @@ from forgemq_contracts.topics import (
     TRAINED_STEPS,
 )
 from tests.unit.audit.verdicts import audited, broken
-from tests.unit.run_view.synthetic import SyntheticRun, metrics
+from tests.unit.reward.records import graded_episode
+from tests.unit.reward.scoring import score
+from tests.unit.run_view.synthetic import SyntheticRun, configuration, metrics
 
 
 @pytest.fixture
@@ -202,6 +205,45 @@ def test_a_masked_episode_loses_nothing(run):
         return msgspec.structs.replace(scored, episodes=(kept, other))
 
     assert broken(audited(alone.play(steps=3).changed(SCORED_GROUPS, masked))) == set()
+
+
+@pytest.mark.parametrize(("truncated", "expected"), [("no_loss", set()), ("grade", {"G2"})])
+def test_an_episode_that_a_limit_ended_loses_nothing_only_if_those_are_to_have_no_loss(
+    truncated, expected
+):
+    alone = SyntheticRun()
+    alone.lost_before_scoring = frozenset({("g-2", 1, 0), ("g-2", 1, 1)})
+
+    def cut(scored):
+        if scored.group_id != "g-2":
+            return scored
+        kept, other = scored.episodes
+        other = msgspec.structs.replace(other, truncated_by="context_full")
+        return msgspec.structs.replace(scored, episodes=(kept, other))
+
+    messages = alone.play(steps=3).changed(SCORED_GROUPS, cut)
+    of = msgspec.structs.replace(configuration(), rewards=Rewards(truncated=truncated))
+    assert broken(audited(messages, of=of)) == expected
+
+
+@pytest.mark.parametrize("truncated", ["grade", "zero", "no_loss"])
+def test_what_the_reward_core_leaves_out_of_an_episode_that_a_limit_ended_is_not_lost(truncated):
+    def cut(end):
+        return msgspec.structs.replace(end, truncated_by="context_full") if end.index else end
+
+    alone = SyntheticRun()
+    alone.admit("g-0", index=0, version=0)
+    for index in range(2):
+        alone.episode("g-0", index, version=0)
+    alone.messages[:] = alone.changed(FINISHED_EPISODES, cut)
+    grades = [graded_episode(0, group="g-0", outcome=1.0), graded_episode(1, group="g-0")]
+    ends = [message.record for message in alone.of(FINISHED_EPISODES)]
+    scored = score(ends, grades, truncated=truncated)
+    alone.put(SCORED_GROUPS, scored)
+    alone.train(0, [alone.merge(scored)], is_last=True)
+    of = msgspec.structs.replace(configuration(), rewards=Rewards(truncated=truncated))
+    assert broken(audited(alone.messages, of=of)) == set()
+    assert len(scored.completions) == (2 if truncated == "no_loss" else 4)
 
 
 def test_only_the_first_end_of_an_episode_counts(run):

@@ -10,14 +10,22 @@ from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.episodes import FinishedEpisode
 from forgemq_contracts.groups import ScoredGroup
 from forgemq_contracts.messages import Message
+from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.trees import MergedTree
 from forgemq_run_view.report import GuaranteeVerdict
 from forgemq_run_view.trajectory import chosen
 from tests.unit.run_view.synthetic import configuration
 
+CONFIGURATION = configuration()
 
-def audited(messages: Sequence[Message], *, is_ended: bool = True) -> dict[str, GuaranteeVerdict]:
-    ledger = Ledger(configuration())
+
+def audited(
+    messages: Sequence[Message],
+    *,
+    is_ended: bool = True,
+    of: RunConfiguration = CONFIGURATION,
+) -> dict[str, GuaranteeVerdict]:
+    ledger = Ledger(of)
     completions: dict[str, list[Message]] = {}
     scored: dict[str, ScoredGroup] = {}
     ends: dict[str, list[Message]] = {}
@@ -39,6 +47,7 @@ def audited(messages: Sequence[Message], *, is_ended: bool = True) -> dict[str, 
                     completions=chosen(completions.get(tree.group_id, ())),
                     scored=scored.get(tree.group_id),
                     ends=first_ends(ends.get(tree.group_id, ())),
+                    configuration=of,
                 )
             )
     return {verdict.name: verdict for verdict in ledger.verdicts(is_ended=is_ended)}

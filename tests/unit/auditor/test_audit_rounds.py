@@ -26,7 +26,7 @@ from tests.unit.auditor.test_group_audit import (
     whole,
     write,
 )
-from tests.unit.run_view.synthetic import SyntheticRun
+from tests.unit.run_view.synthetic import SyntheticRun, configuration
 
 LIMITS = RoundLimits(groups_max=2)
 MESSAGE_BYTES = 20_000
@@ -35,7 +35,7 @@ LONG = b'[{"role":"user","content":"%s"}]' % (b"x" * MESSAGE_BYTES)
 
 async def round_of_a_new_auditor(log: Log, limits: RoundLimits) -> AuditRound:
     """What an auditor does that is killed after one round."""
-    auditor = await GroupAudit.open(log, partitions=PARTITIONS, limits=limits)
+    auditor = await GroupAudit.open(log, configuration=configuration(), limits=limits)
     done = await auditor.audit()
     await auditor.close()
     return done
@@ -58,13 +58,13 @@ def with_long_messages(run: SyntheticRun) -> SyntheticRun:
 
 
 async def facts_of(log: Log, *, limits: RoundLimits) -> list[TreeFacts]:
-    return [facts async for facts in unaudited(log, partitions=PARTITIONS, limits=limits)]
+    return [facts async for facts in unaudited(log, configuration=configuration(), limits=limits)]
 
 
 async def test_rounds_take_what_their_limit_says_and_find_what_one_audit_finds():
     run = SyntheticRun().play(steps=6)
     log = await log_of(run)
-    auditor = await GroupAudit.open(log, partitions=PARTITIONS, limits=LIMITS)
+    auditor = await GroupAudit.open(log, configuration=configuration(), limits=LIMITS)
     done = [await auditor.audit()]
     while done[-1].has_more:
         done.append(await auditor.audit())
@@ -79,7 +79,7 @@ async def test_rounds_take_what_their_limit_says_and_find_what_one_audit_finds()
 
 async def test_every_round_lets_go_of_what_it_has_compared():
     log = await log_of(SyntheticRun().play(steps=6))
-    auditor = await GroupAudit.open(log, partitions=PARTITIONS, limits=LIMITS)
+    auditor = await GroupAudit.open(log, configuration=configuration(), limits=LIMITS)
     kept = [len(await kept_ids(log))]
     while (await auditor.audit()).has_more:
         await trim(log)
@@ -92,7 +92,7 @@ async def test_groups_larger_than_the_limit_in_bytes_go_one_by_one():
     run = with_long_messages(SyntheticRun().play(steps=4))
     log = await log_of(run)
     limits = RoundLimits(bytes_max=MESSAGE_BYTES)
-    auditor = await GroupAudit.open(log, partitions=PARTITIONS, limits=limits)
+    auditor = await GroupAudit.open(log, configuration=configuration(), limits=limits)
     done = await auditor.audit()
     assert done == AuditRound(groups=PARTITIONS, has_more=True)
     while done.has_more:
@@ -145,7 +145,7 @@ async def first_round(log: Log) -> None:
 
 
 async def all_facts(log: Log) -> None:
-    async for facts in unaudited(log, partitions=PARTITIONS, limits=LIMITS):
+    async for facts in unaudited(log, configuration=configuration(), limits=LIMITS):
         assert facts.differences == ()
 
 

@@ -22,7 +22,7 @@ from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.messages import Message
 from forgemq_run_view.view import RunView
 from tests.small_run import small_run
-from tests.unit.run_view.synthetic import SyntheticRun, started
+from tests.unit.run_view.synthetic import SyntheticRun, configuration, started
 
 PARTITIONS = 2
 TRIMMED = (topics.FINISHED_COMPLETIONS, topics.MERGED_TREES)
@@ -68,7 +68,7 @@ async def audited_groups(log: Log) -> list[AuditedGroup]:
 
 async def audit_once(log: Log) -> int:
     """Let one auditor work until it has no more; returns the number of groups."""
-    auditor = await GroupAudit.open(log, partitions=PARTITIONS)
+    auditor = await GroupAudit.open(log, configuration=configuration())
     rounds = [await auditor.audit()]
     while rounds[-1].has_more:
         rounds.append(await auditor.audit())
@@ -203,8 +203,8 @@ async def test_what_comes_late_for_a_group_that_is_over_holds_nothing_back():
 async def test_a_second_auditor_ends_the_first():
     run = SyntheticRun().play(steps=1)
     log = await log_with_topics()
-    first = await GroupAudit.open(log, partitions=PARTITIONS)
-    await GroupAudit.open(log, partitions=PARTITIONS)
+    first = await GroupAudit.open(log, configuration=configuration())
+    await GroupAudit.open(log, configuration=configuration())
     await write(log, run.messages)
     with pytest.raises(FencedError):
         await first.audit()
@@ -220,7 +220,7 @@ async def test_trees_of_groups_that_are_open_are_compared_without_an_auditor():
     written = len(run.messages)
     run.generate(4, version=2)
     await write(log, run.messages[written:])
-    (found,) = [facts async for facts in unaudited(log, partitions=PARTITIONS)]
+    (found,) = [facts async for facts in unaudited(log, configuration=configuration())]
     assert (found.group_id, found.differences) == ("g-4", ())
 
 

@@ -11,6 +11,7 @@ from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.episodes import FinishedEpisode
 from forgemq_contracts.groups import ScoredGroup
 from forgemq_contracts.messages import Message
+from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.trees import MergedTree
 from forgemq_run_view.trajectory import chosen
 
@@ -36,15 +37,22 @@ class GroupRecords:
             case MergedTree() as tree:
                 self.trees.append((tree, hashlib.sha256(record.value).hexdigest()))
 
-    def tree_facts(self) -> tuple[TreeFacts, ...]:
+    def tree_facts(self, configuration: RunConfiguration) -> tuple[TreeFacts, ...]:
         """What comparing each tree with completions, scores and manifests shows."""
         completions, ends = chosen(self.completions), first_ends(self.ends)
         return tuple(
-            tree_facts(tree, sha256=sha256, completions=completions, scored=self.scored, ends=ends)
+            tree_facts(
+                tree,
+                sha256=sha256,
+                completions=completions,
+                scored=self.scored,
+                ends=ends,
+                configuration=configuration,
+            )
             for tree, sha256 in self.trees
         )
 
-    def audited(self, group_id: str) -> AuditedGroup:
+    def audited(self, group_id: str, configuration: RunConfiguration) -> AuditedGroup:
         """What is kept for the run's life once these records are trimmed."""
         sampled = [
             message.record
@@ -58,5 +66,5 @@ class GroupRecords:
             output_tokens=sum(len(completion.output) // 4 for completion in sampled),
             version_min=min(versions, default=None),
             version_max=max(versions, default=None),
-            trees=self.tree_facts(),
+            trees=self.tree_facts(configuration),
         )

@@ -26,8 +26,7 @@ async def audit_run(
     # not yet audited, then the audits written meanwhile. A tree is deleted only after its audit is
     # on the log, and the last read finds that audit.
     await reader.catch_up()
-    partitions = started.configuration.log.group_partitions
-    compared = [facts async for facts in unaudited(log, partitions=partitions)]
+    compared = [facts async for facts in unaudited(log, configuration=started.configuration)]
     await reader.catch_up_on_audits()
     for facts in compared:
         # If a group was audited meanwhile, `unaudited` may have missed records that were trimmed.

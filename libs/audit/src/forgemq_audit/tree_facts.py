@@ -13,9 +13,11 @@ from msgspec import Struct
 from forgemq_contracts.arrays import pack_floats, unpack_floats, unpack_ids
 from forgemq_contracts.audit import TreeFacts
 from forgemq_contracts.completions import FinishedCompletion
+from forgemq_contracts.domains import trains_truncated
 from forgemq_contracts.episodes import FinishedEpisode
 from forgemq_contracts.groups import ScoredGroup
 from forgemq_contracts.messages import Message
+from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.trees import MergedTree
 from forgemq_run_view.trajectory import context_bytes, versions
 
@@ -82,6 +84,7 @@ def tree_facts(
     completions: Mapping[str, FinishedCompletion],
     scored: ScoredGroup | None,
     ends: Iterable[FinishedEpisode],
+    configuration: RunConfiguration,
 ) -> TreeFacts:
     """Compare every sample of a tree with its completion, its score and its manifest.
 
@@ -91,6 +94,7 @@ def tree_facts(
         completions: The completions of the group, by request id.
         scored: The group's advantages; None if they are not on the log.
         ends: The end that counts of each episode of the group.
+        configuration: Of the run; it says which episodes train.
     """
     differences: list[str] = []
     request_pairs = 0
@@ -109,7 +113,13 @@ def tree_facts(
             [advantages.get(sample.completion_id, float("nan"))]
         ) != pack_floats([sample.advantage]):
             differences.append(f"{sample.completion_id}: advantage is not the scored one")
-    lost, unknown = _followed(tree, completions=completions, scored=scored, ends=tuple(ends))
+    lost, unknown = _followed(
+        tree,
+        completions=completions,
+        scored=scored,
+        ends=tuple(ends),
+        configuration=configuration,
+    )
     entry_versions = unpack_ids(tree.entry_version)
     return TreeFacts(
         group_id=tree.group_id,
@@ -134,11 +144,12 @@ def _followed(
     completions: Mapping[str, FinishedCompletion],
     scored: ScoredGroup | None,
     ends: tuple[FinishedEpisode, ...],
+    configuration: RunConfiguration,
 ) -> tuple[list[str], list[str]]:
     """What was lost between the manifests and the tree, and what cannot be known."""
     if scored is None:
         return [], ["its scores are not on the log"]
-    lost, unknown = _unscored(scored, ends)
+    lost, unknown = _unscored(scored, ends, configuration=configuration)
     there = set(tree.sample_ids)
     for each in scored.completions:
         if each.completion_id in there:
@@ -152,17 +163,20 @@ def _followed(
 
 
 def _unscored(
-    scored: ScoredGroup, ends: tuple[FinishedEpisode, ...]
+    scored: ScoredGroup, ends: tuple[FinishedEpisode, ...], *, configuration: RunConfiguration
 ) -> tuple[list[str], list[str]]:
     """Completions of manifests that have no score, and what cannot be known.
 
-    A masked episode that was sampled has no scored completions, so its manifest is not followed.
+    The manifest of an episode that was left out of the loss as a whole is not followed: it was
+    masked, or a limit ended it and `rewards.truncated` leaves those out.
     """
     trained = {each.episode_index for each in scored.completions}
-    masked = {
+    is_cut_trained = trains_truncated(configuration, domain=scored.domain)
+    left_out = {
         each.episode_id
         for index, each in enumerate(scored.episodes)
-        if each.is_masked and index not in trained
+        if index not in trained
+        and (each.is_masked or (each.truncated_by is not None and not is_cut_trained))
     }
     counted = {each.episode_id for each in scored.episodes}
     known = {(each.episode_index, each.completion_id) for each in scored.completions}
@@ -174,7 +188,7 @@ def _unscored(
     lost += [
         f"{entry.completion_id} is in the manifest of {end.episode_id} and was not scored"
         for end in ends
-        if end.episode_id in counted - masked
+        if end.episode_id in counted - left_out
         for entry in end.manifest
         if (end.index, entry.completion_id) not in known
     ]

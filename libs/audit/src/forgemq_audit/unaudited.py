@@ -6,6 +6,7 @@ from forgemq_audit.group_index import COMPARED, ROUND_LIMITS, GroupIndex, RoundL
 from forgemq_bus.log import Log, Place
 from forgemq_contracts.accounting import RetiredIds
 from forgemq_contracts.audit import TreeFacts
+from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.topics import needed_group
 
 AUDITOR_NEEDED = needed_group("auditor")
@@ -13,7 +14,7 @@ AUDITOR_NEEDED = needed_group("auditor")
 
 
 async def unaudited(
-    log: Log, *, partitions: int, limits: RoundLimits = ROUND_LIMITS
+    log: Log, *, configuration: RunConfiguration, limits: RoundLimits = ROUND_LIMITS
 ) -> AsyncIterator[TreeFacts]:
     """Facts of the trees that no auditor has compared, and of some that one has.
 
@@ -21,7 +22,7 @@ async def unaudited(
     that record: the group's own records may have been trimmed while they were read here. This
     writes nothing, and holds the records of one round at a time.
     """
-    for partition in range(partitions):
+    for partition in range(configuration.log.group_partitions):
         places = [Place(topic.name, partition) for topic in COMPARED]
         starts = await log.first_positions(places)
         starts |= await log.committed(group=AUDITOR_NEEDED, places=places)
@@ -32,6 +33,6 @@ async def unaudited(
             taken = index.fitting(waiting, limits)
             groups = await index.records_of(taken)
             for group_id in taken:
-                for facts in groups.pop(group_id).tree_facts():
+                for facts in groups.pop(group_id).tree_facts(configuration):
                     yield facts
             waiting = waiting[len(taken) :]

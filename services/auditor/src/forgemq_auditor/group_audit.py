@@ -18,6 +18,7 @@ from forgemq_bus.log import Emit, Log, Place, Record, TransactionWriter
 from forgemq_contracts.accounting import RetiredIds
 from forgemq_contracts.groups import RetiredGroup
 from forgemq_contracts.messages import Output
+from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.topics import AUDITED_GROUPS, RETIRED_GROUPS, Topic
 from forgemq_shell.records import emit_of
 
@@ -83,7 +84,15 @@ class GroupAudit:
     open a new one: it goes on from what was committed. A second auditor of the run fences this one.
     """
 
-    def __init__(self, log: Log, writer: TransactionWriter, *, limits: RoundLimits) -> None:
+    def __init__(
+        self,
+        log: Log,
+        writer: TransactionWriter,
+        *,
+        configuration: RunConfiguration,
+        limits: RoundLimits,
+    ) -> None:
+        self._configuration = configuration
         self._log = log
         self._writer = writer
         self._limits = limits
@@ -93,10 +102,12 @@ class GroupAudit:
 
     @classmethod
     async def open(
-        cls, log: Log, *, partitions: int, limits: RoundLimits = ROUND_LIMITS
+        cls, log: Log, *, configuration: RunConfiguration, limits: RoundLimits = ROUND_LIMITS
     ) -> "GroupAudit":
         """Fence every older auditor of the run and take up what they committed."""
-        self = cls(log, await log.transaction_writer(AUDITOR_NEEDED), limits=limits)
+        writer = await log.transaction_writer(AUDITOR_NEEDED)
+        self = cls(log, writer, configuration=configuration, limits=limits)
+        partitions = configuration.log.group_partitions
         places = [place for n in range(partitions) for place in _places(TOPICS, n)]
         positions = await log.first_positions(places)
         retired = {p: at for p, at in positions.items() if p.topic == RETIRED_GROUPS.name}
@@ -132,7 +143,7 @@ class GroupAudit:
         groups = await backlog.index.records_of(taken)
         outputs: list[Emit] = []
         for group_id in taken:
-            audited = groups.pop(group_id).audited(group_id)
+            audited = groups.pop(group_id).audited(group_id, self._configuration)
             output = Output(
                 topic=AUDITED_GROUPS.name, partition=backlog.retiring.partition, record=audited
             )

@@ -42,9 +42,7 @@ async def keep_audited(context: Context, *, every_s: float) -> None:
 
 
 async def _audit(context: Context, *, every_s: float) -> None:
-    audit = await GroupAudit.open(
-        context.log, partitions=context.configuration.log.group_partitions
-    )
+    audit = await GroupAudit.open(context.log, configuration=context.configuration)
     try:
         is_last = False
         while not is_last:
