@@ -19,7 +19,7 @@ from forgemq_trainer.core.optimizer import learning_rate
 from forgemq_trainer.loop import LostTreeError
 from forgemq_trainer.previous_lives import LostCheckpointError
 from forgemq_trainer.storage.checkpoint import OtherConfigurationError
-from forgemq_trainer.storage.folders import FolderInUseError
+from forgemq_trainer.storage.folders import FolderInUseError, write_folder
 from tests.unit.trainer.bench import Bench, create_topics, memory_bench
 from tests.unit.trainer.scene import (
     agent_samples,
@@ -205,6 +205,26 @@ async def test_a_damaged_checkpoint_ahead_of_training_costs_no_later_one(tmp_pat
         kept = sorted(path.name for path in folder.iterdir())
         assert kept == ["damaged-step-00000009", f"step-0000000{number}"]
     assert [each.checkpoint_step for each in await bench.trained()] == [0, 1, 2]
+
+
+async def test_what_a_killed_life_was_writing_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    """Its drafts are as large as the model, and no later life writes under their names."""
+    bench = await memory_bench(tmp_path)
+    trees = _trees(1)
+    await bench.put_trees(trees)
+
+    def killed(draft: Path) -> None:
+        (draft / "model.safetensors").write_bytes(b"half of it")
+        raise InterruptedError
+
+    weights = tmp_path / "blobs/weights/r"
+    for folder in (weights / "1.9", weights / "heads/1.9", bench.folder / "checkpoints/step-9"):
+        with pytest.raises(InterruptedError):
+            write_folder(folder, killed)
+    (bench.folder / ".whole.gone").mkdir()
+    await bench.put_steps([scheduled_step(0, trees)])
+    await bench.train(until=0)
+    assert {path.name for path in tmp_path.rglob(".*")} == {".lock"}
 
 
 async def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from forgemq_trainer.storage.checkpoint import (
     write_checkpoint,
 )
 from forgemq_trainer.storage.durable import DurableWeights
-from forgemq_trainer.storage.folders import remove_folder
+from forgemq_trainer.storage.folders import remove_folder, remove_leftovers
 from forgemq_trainer.storage.heads import write_head
 from forgemq_trainer.storage.weights import (
     WEIGHTS_FILE,
@@ -113,11 +113,15 @@ class Store:
         return None
 
     def begin_after(self, checkpoint: Checkpoint | None) -> None:
-        """Set checkpoints of later steps than training continues from aside: they are damaged.
+        """Remove what a killed life was writing, and set later, damaged checkpoints aside.
 
-        They would count among the newest that are kept, and one that could be read later on would
-        be taken for this life's, which trains its step again.
+        These would count among the newest that are kept, and one that could be read later on would
+        be taken for this life's, which trains its step again. A draft is as large as the model.
         """
+        for folder in (self._checkpoints, self._checkpoints.parent):
+            remove_leftovers(folder)
+        for weights in (self._weights, self._heads):
+            weights.remove_leftovers()
         set_aside_newer(self._checkpoints, than=checkpoint)
 
     def save_restored(

@@ -17,7 +17,7 @@ import fsspec
 from forgemq_contracts.weights import WeightsDelta
 from forgemq_settings.environment import SettingsError
 from forgemq_telemetry.telemetry import Telemetry
-from forgemq_trainer.storage.folders import remove_folder, sync_folder
+from forgemq_trainer.storage.folders import remove_folder, remove_leftovers, sync_folder
 from forgemq_trainer.storage.uploads import Uploads
 from forgemq_trainer.storage.weights import WEIGHTS_FILE, WeightsFolder
 from forgemq_weight_deltas import OtherLayoutError, write_delta
@@ -75,6 +75,10 @@ class DurableWeights:
     def local_folder(self, *, lineage: int, version: int) -> Path:
         """The local folder that a version is written to."""
         return self._folder / f"{lineage}.{version}"
+
+    def remove_leftovers(self) -> None:
+        """Remove local files of versions that a killed life was writing or removing."""
+        remove_leftovers(self._folder)
 
     def keep(self, weights: WeightsFolder) -> WeightsFolder:
         """Make weights durable: synced here, or uploaded; returns them with the engines' uri.

@@ -78,6 +78,16 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(gone)
 
 
+def remove_leftovers(root: Path) -> None:
+    """Remove what a killed process left of folders that it was writing or removing here."""
+    for pattern in (".*.draft", ".*.gone", ".*.delta"):
+        for path in root.glob(pattern):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
 def link_or_copy(source: Path, target: Path) -> None:
     """Put the bytes of `source` at `target`: a hard link, or a copy across file systems."""
     try:
