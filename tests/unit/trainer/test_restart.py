@@ -45,6 +45,10 @@ def _tree_emit(tree: MergedTree) -> Emit:
     )
 
 
+def _hidden(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob(".*")}
+
+
 async def test_a_tree_that_comes_late_is_waited_for_and_not_failed(tmp_path: Path) -> None:
     """Its transaction is written, its commit markers are not yet, as on a slow broker."""
     bench = await memory_bench(tmp_path)
@@ -224,7 +228,7 @@ async def test_what_a_killed_life_was_writing_is_removed_at_the_next_start(tmp_p
     (bench.folder / ".whole.gone").mkdir()
     await bench.put_steps([scheduled_step(0, trees)])
     await bench.train(until=0)
-    assert {path.name for path in tmp_path.rglob(".*")} == {".lock"}
+    assert _hidden(tmp_path) == {".lock"}
 
 
 async def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
