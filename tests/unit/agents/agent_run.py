@@ -80,7 +80,7 @@ async def well(episode) -> None:
     episode.virtual_s = 1.5
 
 
-async def play(gateway, agent, *, samples: int = 0, **changes) -> None:
+async def play(gateway, agent, *, samples: int = 0, source=numbered, **changes) -> None:
     run = configuration(**changes)
     settings = AgentsSettings(
         configuration="-",
@@ -89,7 +89,7 @@ async def play(gateway, agent, *, samples: int = 0, **changes) -> None:
         poll_s=0.05,
         samples=samples,
     )
-    domains = {"count": DomainCode(task_source=numbered, play=agent)}
+    domains = {"count": DomainCode(task_source=source, play=agent)}
     if run.queues[0].curriculum is not None:
         sampler = READY[run.queues[0].curriculum.sampler]
         domains = {"count": DomainCode(numbered, agent, sampler=sampler, pool=POOL)}

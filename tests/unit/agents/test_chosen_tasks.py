@@ -4,12 +4,16 @@ import asyncio
 from contextlib import suppress
 
 import msgspec
+import pytest
 from msgspec import Raw
 
 from forgemq_agents.core.known_tasks import KnownTasks
 from forgemq_agents.core.samplers import READY
+from forgemq_agents.groups import TASK_BYTES_MAX
+from forgemq_agents.user_code import UserCodeError
 from forgemq_contracts.admin import GroupRequest
 from forgemq_contracts.stages import Stage, StageDomain
+from forgemq_telemetry.causes import causes
 from tests.memory_gateway import MemoryGateway
 from tests.unit.agents.agent_run import CURRICULUM, POOL, numbered, play, task_of, well
 
@@ -103,3 +107,35 @@ async def test_agents_that_start_again_choose_from_all_results_and_keep_what_was
     trained = [g.request for g in gateway.in_order() if g.request.purpose == "train"]
     assert trained[: len(before)] == before
     assert [request.task_number for request in trained] == chosen_again(gateway)
+
+
+def nested(depth: int) -> list[object]:
+    made: list[object] = []
+    for _ in range(depth):
+        made = [made]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (object(), "has no form in JSON: Encoding objects of type object is unsupported"),
+        ("\ud800", "has no form in JSON: 'utf-8' codec can't encode character"),
+        (nested(100_000), "has no form in JSON: maximum recursion depth exceeded"),
+        ("x" * TASK_BYTES_MAX, f"has {TASK_BYTES_MAX + 2} bytes, a task has at most "),
+    ],
+    ids=["no JSON", "half a character", "too deep", "too long"],
+)
+async def test_a_task_that_no_request_can_carry_ends_the_process_by_its_domain_and_number(
+    memory_gateway, task, said
+):
+    gateway = await memory_gateway()
+
+    def source(seed: int, domain: str, k: int) -> object:
+        return task if k == 1 else numbered(seed, domain, k)
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await play(gateway, well, source=source)
+    [error] = [each for each in causes(raised.value) if isinstance(each, UserCodeError)]
+    assert str(error).startswith(f"queues.count: task 1 {said}")
+    assert 1 not in {task_of(group)["k"] for group in gateway.in_order()}

@@ -1,8 +1,10 @@
 """Tasks from files: their order, which of them are held out, and what a wrong file says."""
 
+import datetime
 import json
 import sys
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 
 import msgspec
@@ -68,6 +70,8 @@ def test_lines_rows_and_folders_of_both_are_read(tmp_path):
     [
         ("a.jsonl", b'{"a": 1}\n\n{"a": \n', r"a\.jsonl, line 3: Input data was truncated"),
         ("a.jsonl", b"\xff\n", r"a\.jsonl, line 1: "),
+        ("a.jsonl", b'1\n{"a": "\xff"}\n', r"a\.jsonl, line 2: 'utf-8' codec can't decode"),
+        ("a.jsonl", b"1\n" + b"[" * 100_000, r"a\.jsonl, line 2: maximum recursion depth"),
         ("a.csv", b"a,b", r"a\.csv must end in \.jsonl, \.parquet or \.arrow"),
         ("a.parquet", b"PAR1", r"a\.parquet is no Parquet file"),
         ("a.arrow", b"ARROW1", r"a\.arrow is no stream of Arrow"),
@@ -77,6 +81,43 @@ def test_a_wrong_file_is_refused_with_its_line(tmp_path, name, content, message)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(TaskFileError, match=message):
         read_tasks(tmp_path / name)
+
+
+def test_a_byte_order_mark_ahead_of_the_lines_is_skipped(tmp_path):
+    (tmp_path / "a.jsonl").write_text('\ufeff{"a": 1}\n{"a": 2}\n')
+    assert read_tasks(tmp_path / "a.jsonl") == [{"a": 1}, {"a": 2}]
+
+
+def test_values_of_a_row_that_json_lacks_come_in_the_form_that_json_has_for_them(tmp_path):
+    row = {
+        "day": pyarrow.array([datetime.date(2026, 5, 4)]),
+        "second": pyarrow.array([0], pyarrow.timestamp("s")),
+        "nanosecond": pyarrow.array([1], pyarrow.timestamp("ns", "UTC")),
+        "span": pyarrow.array([1], pyarrow.duration("ns")),
+        "price": pyarrow.array([Decimal("1.50")]),
+        "bytes": pyarrow.array([b"\xff"]),
+    }
+    parquet.write_table(pyarrow.table(row), tmp_path / "a.parquet")
+    [task] = read_tasks(tmp_path / "a.parquet")
+    assert msgspec.json.decode(msgspec.json.encode(task)) == task
+    assert task == {
+        "day": "2026-05-04",
+        "second": "1970-01-01T00:00:00",
+        "nanosecond": "1970-01-01T00:00:00.000000001+00:00",
+        "span": "P0DT0H0M0.000000001S",
+        "price": "1.50",
+        "bytes": "/w==",
+    }
+
+
+def test_a_value_of_a_row_that_cannot_be_read_is_named_by_row_and_column(tmp_path):
+    text = pyarrow.array([b"a", b"\xff"])
+    column = pyarrow.StringArray.from_buffers(2, *text.buffers()[1:])
+    parquet.write_table(
+        pyarrow.table({"n": pyarrow.array([1, 2]), "said": column}), tmp_path / "a.parquet"
+    )
+    with pytest.raises(TaskFileError, match=r"a\.parquet, row 1, column said: 'utf-8' codec"):
+        read_tasks(tmp_path / "a.parquet")
 
 
 def test_a_folder_without_a_file_of_tasks_is_refused(tmp_path):

@@ -40,8 +40,12 @@ class EpisodePlayer:
         self._environ = environ
         self._telemetry = telemetry
 
-    async def play(self, claim: Claim, play: Play) -> None:
-        """Play to the end, or until the gateway says that the episode is over."""
+    async def play(self, claim: Claim, play: Play) -> str:
+        """Play to the end, or until the gateway says that the episode is over.
+
+        Returns:
+            Why the episode was aborted; "" if it was not.
+        """
         episode = Episode(
             claim,
             gateway=self._gateway,
@@ -63,21 +67,27 @@ class EpisodePlayer:
             renewing = self._leases.renew(claim, on_over=stop, on_unheard=note)
             renewal = tasks.create_task(_awaited(renewing))
             playing.add_done_callback(lambda _: renewal.cancel())
+        return "" if playing.cancelled() else playing.result()
 
-    async def _play_and_report(self, episode: Episode, play: Play) -> None:
-        """Report how the user's code ended; its failure masks the episode, a limit truncates it."""
+    async def _play_and_report(self, episode: Episode, play: Play) -> str:
+        """Report how the user's code ended; its failure masks the episode, a limit truncates it.
+
+        Returns:
+            Why it was aborted, "" if it was not or the gateway does not know of it.
+        """
         try:
             end = await _play_to_end(episode, play)
             if isinstance(end, AbortRequest):
                 self._telemetry.event("aborted", episode=episode.episode_id, detail=end.detail)
                 await self._gateway.abort(episode.episode_id, end)
-            else:
-                await self._gateway.finish(episode.episode_id, end)
+                return end.detail
+            await self._gateway.finish(episode.episode_id, end)
         except EpisodeOverError as error:
             self._telemetry.event("superseded", episode=episode.episode_id, detail=str(error))
         except GatewayError as error:
             # The lease lapses, and this or another process plays the episode again.
             self._telemetry.event("unreported", episode=episode.episode_id, detail=str(error))
+        return ""
 
 
 async def _awaited(renewing: "Future[None]") -> None:

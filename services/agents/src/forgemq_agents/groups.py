@@ -13,8 +13,8 @@ from forgemq_agents.episode_player import EpisodePlayer
 from forgemq_agents.errors import EpisodeOverError, GatewayError
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.room import Reservation, Room
-from forgemq_agents.user_code import DomainCode
-from forgemq_contracts.admin import Claim, GroupRequest, GroupStatus
+from forgemq_agents.user_code import DomainCode, UserCodeError
+from forgemq_contracts.admin import BODY_BYTES_MAX, Claim, GroupRequest, GroupStatus
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.stages import of_domain
 
@@ -24,6 +24,8 @@ SLOT_WAIT_S = 20.0
 CLAIM_WAIT_S = 5.0
 GIVE_BACK_S_MAX = 2.0
 """For the gateway's answers, while the process stops; without them the leases lapse."""
+TASK_BYTES_MAX = BODY_BYTES_MAX - 65_536
+"""A task travels in the request for its group, whose other fields are below 1 kB."""
 
 
 class Chosen(NamedTuple):
@@ -124,7 +126,7 @@ class Groups:
         """
         current = await self._wait_for_slot(status, is_training=is_training)
         async with asyncio.TaskGroup() as playing:
-            episodes: list[asyncio.Task[None]] = []
+            episodes: list[asyncio.Task[str]] = []
             while current is not None and current.state != "retired":
                 async with self._claiming[is_training]:
                     episodes += [
@@ -206,10 +208,10 @@ class Groups:
 
     def _start(
         self, claim: Claim, *, domain: str, playing: asyncio.TaskGroup, place: Reservation
-    ) -> "asyncio.Task[None]":
+    ) -> "asyncio.Task[str]":
         task = playing.create_task(self._player.play(claim, self._domains[domain].play))
 
-        def end(ended: "asyncio.Task[None]") -> None:
+        def end(ended: "asyncio.Task[str]") -> None:
             place.leave()
             if not ended.cancelled():
                 self._held.discard(claim.episode_id)
@@ -224,4 +226,19 @@ class Groups:
         own = of_domain(self._stages, stage, domain=domain)
         hardness = {} if own is None or own.difficulty is None else {"difficulty": own.difficulty}
         task = await asyncio.to_thread(source, self._seed, domain, task_number, **hardness)
-        return Raw(msgspec.json.encode(task))
+        return _in_json(task, name=f"queues.{domain}: task {task_number}")
+
+
+def _in_json(task: object, *, name: str) -> Raw:
+    """The task as its group's request carries it.
+
+    Raises:
+        UserCodeError: JSON has no form for it, or it is too long.
+    """
+    try:
+        written = msgspec.json.encode(task)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UserCodeError(f"{name} has no form in JSON: {error}") from error
+    if len(written) > TASK_BYTES_MAX:
+        raise UserCodeError(f"{name} has {len(written)} bytes, a task has at most {TASK_BYTES_MAX}")
+    return Raw(written)

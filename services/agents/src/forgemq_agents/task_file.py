@@ -1,5 +1,6 @@
 """A task source over files: a task a line (JSONL) or a row (Parquet, Arrow)."""
 
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
@@ -15,6 +16,8 @@ from forgemq_contracts.run import Evaluation
 
 _PASSES_KEPT = 2
 """Groups are asked for ahead, so two passes over a file overlap."""
+_NO_VALUE = (ValueError, TypeError, RecursionError)
+"""What a value raises that Python or JSON cannot hold: text that is no UTF-8, for one."""
 
 
 class TaskFile:
@@ -72,7 +75,7 @@ def read_tasks(path: Path, *, split: str = "", usual_split: str = "train") -> li
         usual_split: What is meant if none is named.
 
     Raises:
-        TaskFileError: naming the file, the line and what is wrong.
+        TaskFileError: naming the file, the line or row and what is wrong.
     """
     if path.is_dir():
         files = files_of(path, split=split, usual_split=usual_split)
@@ -104,12 +107,13 @@ def _tasks(path: Path) -> list[Any]:
 def _lines(path: Path) -> Iterator[Any]:
     decoder = msgspec.json.Decoder()
     with path.open("rb") as file:
+        file.seek(len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
                 yield decoder.decode(line)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise TaskFileError(f"{path}, line {number}: {error}") from error
 
 
@@ -131,5 +135,35 @@ def _rows(path: Path) -> list[Any]:
     except pyarrow.ArrowException as error:
         kind = "stream of Arrow" if is_stream else "Parquet file"
         raise TaskFileError(f"{path} is no {kind}: {error}") from error
-    rows: list[Any] = table.to_pylist()
-    return rows
+    try:
+        return [_json_value(row) for row in table.to_pylist()]
+    except _NO_VALUE as error:
+        raise TaskFileError(f"{path}, {_place_of_fault(table)}: {error}") from error
+
+
+def _json_value(value: object) -> Any:  # noqa: ANN401 - whatever a column holds
+    """The value as JSON has it: dates, decimals and bytes as text."""
+    return msgspec.to_builtins(value, enc_hook=_time_text)
+
+
+def _time_text(value: object) -> str:
+    """Text of a time in nanoseconds, which pandas has a class for and msgspec does not take.
+
+    Raises:
+        TypeError: it is no time.
+    """
+    text = getattr(value, "isoformat", None)
+    if text is None:
+        raise TypeError(f"{type(value).__name__} has no form in JSON")
+    return str(text())
+
+
+def _place_of_fault(table: Any) -> str:  # noqa: ANN401 - pyarrow has no stubs
+    """Row, counted from 0, and column of the first value that cannot be taken."""
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        for row, value in enumerate(column):
+            try:
+                _json_value(value.as_py())
+            except _NO_VALUE:
+                return f"row {row}, column {name}"
+    raise AssertionError("a table is made of its values")
