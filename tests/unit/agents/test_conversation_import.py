@@ -144,6 +144,33 @@ async def test_conversations_that_training_has_no_room_for_are_counted_and_not_l
     assert not gateway.in_order()
 
 
+async def test_a_conversation_that_cannot_be_read_is_lost_and_named_by_its_line(
+    memory_gateway, tmp_path, refusal
+):
+    gateway = await memory_gateway()
+    gateway.run = msgspec.structs.replace(gateway.run, supervised_domains=("count",))
+    admit = gateway.scheduler
+
+    def admit_and_refuse_the_first_reply(gateway: MemoryGateway) -> None:
+        admit(gateway)
+        if not gateway.chats:
+            gateway.answers = [refusal(400, "an image")]
+
+    gateway.scheduler = admit_and_refuse_the_first_reply
+    file = write(tmp_path / "f", 1)
+    async with importing(gateway, is_supervised=True) as made:
+        done = await made.run(file)
+    [group] = gateway.in_order()
+    [lost] = done.lost
+    assert (done.added, done.known) == (0, 0)
+    assert lost.startswith(f"{file}:1: {group.group_id} was aborted: GatewayError: 400 from ")
+    assert lost.endswith("an image")
+    gateway.retire(group.group_id, "failed")
+    async with importing(gateway, is_supervised=True) as made:
+        again = await made.run(file)
+    assert again.lost == (f"{file}:1: {group.group_id} retired as failed",)
+
+
 async def test_lines_on_their_way_are_bounded_by_their_bytes_and_a_longer_one_goes_alone(
     memory_gateway, tmp_path
 ):

@@ -1,6 +1,9 @@
 """Lines of finished conversations: which are good, and what is sent of each."""
 
 import json
+import os
+import tracemalloc
+from codecs import BOM_UTF8
 from pathlib import Path
 
 import msgspec
@@ -98,7 +101,7 @@ def test_what_openais_clients_send_is_taken_as_it_is(messages):
             line()[:-1] + b', "result": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
             "not one JSON object: maximum recursion depth",
         ),
-        (b" " * (LINE_BYTES_MAX + 1), f"has {LINE_BYTES_MAX + 1} bytes"),
+        (b" " * (LINE_BYTES_MAX + 1), f"has more than {LINE_BYTES_MAX} bytes"),
     ],
 )
 def test_a_bad_line_is_refused_by_its_field_and_rule(bad, said):
@@ -134,3 +137,43 @@ def test_a_file_without_a_line_is_refused_and_blank_lines_count_as_none(tmp_path
         check_file(file)
     file.write_bytes(b"\n" + line() + b"\n\n" + line(reward=1))
     assert check_file(file) == 2
+
+
+def test_a_byte_order_mark_ahead_of_the_lines_is_skipped(tmp_path: Path):
+    file = tmp_path / "talks.jsonl"
+    file.write_bytes(BOM_UTF8 + line() + b"\n" + line(reward=1) + b"\n")
+    assert check_file(file) == 2
+
+
+def test_the_longest_line_is_taken_whatever_ends_it(tmp_path: Path):
+    file = tmp_path / "talks.jsonl"
+    longest = line(result="x" * (LINE_BYTES_MAX - len(line(result=""))))
+    file.write_bytes(longest + b"\r\n" + line() + b"\n")
+    assert (len(longest), check_file(file)) == (LINE_BYTES_MAX, 2)
+
+
+def test_a_line_of_any_length_is_refused_by_its_number_and_not_held_in_memory(tmp_path: Path):
+    file = tmp_path / "talks.jsonl"
+    with file.open("wb") as written:
+        for _ in range(8):
+            written.write(b"x" * LINE_BYTES_MAX)
+        written.write(b"\n" + line(reward="1"))
+    tracemalloc.start()
+    try:
+        with pytest.raises(FileRefusedError) as refused:
+            check_file(file)
+        held_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert str(refused.value).splitlines() == [
+        f"{file}:1: has more than {LINE_BYTES_MAX} bytes, which is the most that a line may have",
+        f"{file}:2: reward: Expected `float | null`, got `str`",
+        "nothing is imported",
+    ]
+    assert held_bytes < 5 * LINE_BYTES_MAX
+
+
+def test_what_can_be_read_only_once_is_refused(tmp_path: Path):
+    os.mkfifo(tmp_path / "talks.jsonl")
+    with pytest.raises(FileRefusedError, match=r"talks\.jsonl: must be a file or a folder"):
+        check_file(tmp_path / "talks.jsonl")

@@ -124,6 +124,8 @@ def turn_with(**changes):
         ({"run": None}, "run: Expected `str`, got `null`"),
         ({"outcome": float("nan")}, "outcome: must be finite, got nan"),
         ({"result": "{"}, "result: no JSON"),
+        ({"task": "[" * 100_000}, "task: no JSON: maximum recursion depth exceeded"),
+        ({"metadata": "[1]"}, "metadata: Expected `object | null`, got `array`"),
         ({"tools": "{}"}, "tools: no JSON array of objects"),
         ({"messages": [None]}, "messages[0]: must not be null"),
         ({"turns": None}, "turns: must not be null"),
@@ -182,4 +184,12 @@ def test_a_file_with_other_columns_is_refused_by_the_column_and_its_type(tmp_pat
         assert str(refused.value) == f"{path}: {said}"
     path.write_bytes(b"no parquet")
     with pytest.raises(FileError, match="no Parquet file"):
+        tuple(read_rows(path))
+
+
+def test_a_file_with_text_that_is_no_utf_8_is_refused(tmp_path):
+    path = tmp_path / "e.parquet"
+    text = pa.array([b"\xff"])
+    parquet.write_table(table(detail=pa.StringArray.from_buffers(1, *text.buffers()[1:])), path)
+    with pytest.raises(FileError, match=r"e\.parquet: no Parquet file: 'utf-8' codec"):
         tuple(read_rows(path))

@@ -145,8 +145,9 @@ def from_arrow(values: Mapping[str, Any]) -> EpisodeRow:
     for name in ("outcome", "speed", "process", "total"):
         if not math.isfinite(values[name] or 0.0):
             raise RowError(f"{name}: must be finite, got {values[name]}")
-    for name in ("task", "result", "metadata"):
-        _check_json(values[name], field=name)
+    for name in ("task", "result"):
+        _check_json(values[name], Any, field=name)
+    _check_json(values["metadata"], dict[str, Any] | None, field="metadata")
     return msgspec.structs.replace(row, turns=tuple(turns))
 
 
@@ -233,7 +234,7 @@ def _message_of(columns: Any, *, field: str) -> Message:  # noqa: ANN401 - a row
         return held
     try:
         return {**held, **msgspec.json.decode(rest, type=dict[str, Any])}
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise RowError(f"{field}.rest: no JSON object: {error}") from error
 
 
@@ -247,14 +248,16 @@ def _items(values: Mapping[str, Any], name: str, *, field: str) -> Sequence[Any]
 def _objects(text: str | None, *, field: str) -> tuple[Message, ...]:
     try:
         return msgspec.json.decode(text or "[]", type=tuple[Message, ...])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise RowError(f"{field}: no JSON array of objects: {error}") from error
 
 
-def _check_json(text: str | None, *, field: str) -> None:
+def _check_json(text: str | None, kind: Any, *, field: str) -> None:  # noqa: ANN401 - any type
     try:
-        msgspec.json.decode("null" if text is None else text)
-    except msgspec.DecodeError as error:
+        msgspec.json.decode("null" if text is None else text, type=kind)
+    except msgspec.ValidationError as error:
+        raise RowError(f"{field}: {error}") from error
+    except (msgspec.DecodeError, RecursionError) as error:
         raise RowError(f"{field}: no JSON: {error}") from error
 
 

@@ -25,14 +25,15 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of one file in their order, for `from_arrow`.
 
     Raises:
-        FileError: it is no Parquet file, or a column is missing, unknown or of another type.
+        FileError: it is no Parquet file, a column is missing, unknown or of another type, or a text
+            is no UTF-8.
     """
     try:
         with parquet.ParquetFile(path) as file:
             check_columns(path, file.schema_arrow)
             for batch in file.iter_batches(batch_size=BATCH_ROWS):
                 yield from batch.to_pylist()
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         raise FileError(f"{path}: no Parquet file: {error}") from error
 
 

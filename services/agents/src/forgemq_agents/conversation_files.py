@@ -1,18 +1,22 @@
 """Files of finished conversations: JSON lines, or Parquet files of `forgemq export`."""
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 from msgspec import Struct
 
-from forgemq_agents.core.conversations import ConversationError
+from forgemq_agents.core.conversations import LINE_BYTES_MAX, ConversationError
 
 if TYPE_CHECKING:
     from forgemq_episode_files.rows import EpisodeRow
 
 PARQUET = ".parquet"
+_READ_BYTES_MAX = LINE_BYTES_MAX + len(b"\r\n")
+"""Of a line. A file in another format may be one line of any length, which is never in memory."""
 _ORIGIN = (
     "run",
     "group_id",
@@ -60,9 +64,18 @@ def entries(path: Path) -> Iterator[FileEntry]:
 def _lines(path: Path) -> Iterator[FileEntry]:
     """The lines that are not blank, with their numbers from 1."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        file.seek(len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
+        for number, line in enumerate(iter(partial(_line, file), b""), start=1):
             if line.strip():
                 yield FileEntry(place=f"{path}:{number}", line=line.rstrip(b"\r\n"))
+
+
+def _line(file: BinaryIO) -> bytes:
+    """The next line, b"" at the end; of a line that is too long the beginning, too long itself."""
+    line = rest = file.readline(_READ_BYTES_MAX)
+    while len(rest) == _READ_BYTES_MAX and not rest.endswith(b"\n"):
+        rest = file.readline(_READ_BYTES_MAX)
+    return line
 
 
 def _rows(path: Path) -> Iterator[FileEntry]:

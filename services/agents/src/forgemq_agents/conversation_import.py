@@ -19,7 +19,7 @@ from forgemq_agents.core.conversations import (
 )
 from forgemq_agents.errors import EpisodeOverError
 from forgemq_agents.gateway_client import GatewayClient
-from forgemq_agents.trained_conversations import TrainedConversations
+from forgemq_agents.trained_conversations import ConversationLostError, TrainedConversations
 from forgemq_contracts.admin import Claim, GroupStatus
 from forgemq_contracts.asked_keys import KEYS_MAX
 
@@ -55,6 +55,8 @@ def check_file(path: Path) -> int:
         FileRefusedError: Names each bad one, up to a limit, with its field and rule.
         OSError: The file cannot be read.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise FileRefusedError(f"{path}: must be a file or a folder, as it is read twice")
     count, faults, shown = 0, 0, []
     try:
         for entry in entries(path):
@@ -158,7 +160,11 @@ class ConversationImport:
     async def _import(self, place: str, conversation: FinishedConversation) -> None:
         """Bring one conversation to the end of its group, or to its training."""
         if self._training is not None:
-            end = await self._training.add(conversation, domain=self._domain)
+            try:
+                end = await self._training.add(conversation, domain=self._domain)
+            except ConversationLostError as error:
+                self._lost.append(f"{place}: {error}")
+                return
             self._added += end == "added"
             self._known += end == "known"
             self._unused += end == "unused"

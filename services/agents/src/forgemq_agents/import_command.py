@@ -124,7 +124,7 @@ def _say(made: Imported, *, domain: str, count: int) -> int:
     if made.unused:
         _print(f"{made.unused} were not used: training ended before it had room for them")
     for lost in made.lost:
-        _print(f"not scored: {lost}")
+        _print(f"lost: {lost}")
     if made.lost:
         return EXIT_FAILED
     return EXIT_OK if done + made.unused == count else EXIT_INTERRUPTED

@@ -15,8 +15,15 @@ STATE_WAIT_S = 5.0
 NO_ROOM = 429
 """The gateway has as many groups of the domain waiting as it takes."""
 
+LOST: tuple[str, ...] = ("failed", "expired")
+"""Ends of a group that say that its conversation trains nothing, though training went on."""
+
 End: TypeAlias = Literal["added", "known", "unused"]
 """added: its replies are read. known: the run has it already. unused: training ended before."""
+
+
+class ConversationLostError(Exception):
+    """A conversation is in the run and will not train; the text names its group and the reason."""
 
 
 class TrainedConversations:
@@ -33,6 +40,7 @@ class TrainedConversations:
         """Bring one conversation to where its replies are read.
 
         Raises:
+            ConversationLostError: a reply was refused, or the group has failed.
             GatewayError: the gateway refuses, or was away for too long.
         """
         try:
@@ -56,12 +64,16 @@ class TrainedConversations:
         while status.state != "retired" and not status.finished:
             claim = await self._gateway.claim(status.group_id) if _is_free(status) else None
             if claim is not None:
-                await self._player.play(claim, supervised.play)
+                aborted = await self._player.play(claim, supervised.play)
+                if aborted:
+                    raise ConversationLostError(f"{status.group_id} was aborted: {aborted}")
                 end = "added"
             elif status.state == "requested" and (await self._gateway.read_run()).training_ended:
                 return "unused"
             wait_s = 0.0 if claim is not None else STATE_WAIT_S
             status = await self._gateway.read_group(status, wait_s=wait_s)
+        if status.retire_reason in LOST:
+            raise ConversationLostError(f"{status.group_id} retired as {status.retire_reason}")
         return end
 
 

@@ -23,6 +23,7 @@ from forgemq_contracts.rules import ITEM_BYTES
 LINE_BYTES_MAX = BODY_BYTES_MAX - 65_536
 """A conversation travels in one request for a group, whose other fields are below 1 kB; the rest
 of the 64 kB is for text that is longer in JSON as it is written here than as it came."""
+_TOO_LONG = f"has more than {LINE_BYTES_MAX} bytes, which is the most that a line may have"
 KEY_BYTES = 16
 """Two of a million conversations share a key of 128 bits with probability 1e-27."""
 
@@ -133,7 +134,7 @@ def conversation_of(line: bytes) -> FinishedConversation:
         ConversationError: It breaks a rule; names the field and the rule.
     """
     if len(line) > LINE_BYTES_MAX:
-        raise ConversationError(f"has {len(line)} bytes, a line has at most {LINE_BYTES_MAX}")
+        raise ConversationError(_TOO_LONG)
     try:
         line.decode()  # The decoder checks UTF-8 only in the texts that it builds.
         checked = msgspec.json.decode(line, type=_Line)
@@ -147,7 +148,7 @@ def conversation_of(line: bytes) -> FinishedConversation:
     _check_rewards(checked)
     _check_turns(checked.turns)
     if len(written) > LINE_BYTES_MAX:
-        raise ConversationError(f"has {len(written)} bytes, a line has at most {LINE_BYTES_MAX}")
+        raise ConversationError(_TOO_LONG)
     task = {name: fields[name] for name in FinishedConversation.SENT if name in fields}
     return FinishedConversation(
         key="import/" + hashlib.blake2b(written, digest_size=KEY_BYTES).hexdigest(),
