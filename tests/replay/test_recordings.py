@@ -116,3 +116,9 @@ def test_a_file_that_is_no_recording_of_the_service_is_refused(tmp_path, capsys)
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(f"merger: {text}: cannot be read as a recording: ")
     assert second.endswith("reward-1.recording: a recording of reward, not of merger")
+
+
+def test_recordings_are_written_into_a_folder_and_a_file_in_its_place_is_refused(tmp_path, capsys):
+    (tmp_path / "taken").touch()
+    assert replayed("merger", "--to", str(tmp_path / "taken")) == EXIT_REFUSED
+    assert capsys.readouterr().err == f"merger: --to: {tmp_path / 'taken'} is no folder\n"

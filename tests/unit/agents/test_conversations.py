@@ -101,6 +101,7 @@ def test_what_openais_clients_send_is_taken_as_it_is(messages):
             line()[:-1] + b', "result": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
             "not one JSON object: maximum recursion depth",
         ),
+        (line({"role": "x" * 10_000}), f"messages[0].role: Invalid value '{'x' * 185}..."),
         (b" " * (LINE_BYTES_MAX + 1), f"has more than {LINE_BYTES_MAX} bytes"),
     ],
 )

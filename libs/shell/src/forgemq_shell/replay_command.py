@@ -77,7 +77,7 @@ def run_transform_service(
         return asyncio.run(_replay(name, options, transform_of=transform_of, environ=environ))
     except _REFUSED as error:
         return _report_error(name, error, EXIT_REFUSED)
-    except LogError as error:
+    except (LogError, OSError) as error:  # An OSError: recordings that cannot be written.
         return _report_error(name, error, EXIT_FAILED)
 
 
@@ -114,6 +114,8 @@ async def _replay(
 ) -> int:
     if options.file is not None and options.to is not None:
         raise SettingsError("--to: records a run, so it cannot be used with FILE")
+    if options.to is not None and options.to.exists() and not options.to.is_dir():
+        raise SettingsError(f"--to: {options.to} is no folder")
     if options.file is not None:
         return await _replay_file(name, options.file, transform_of=transform_of, environ=environ)
     async with _open_run(environ) as (log, configuration):

@@ -24,6 +24,8 @@ LINE_BYTES_MAX = BODY_BYTES_MAX - 65_536
 """A conversation travels in one request for a group, whose other fields are below 1 kB; the rest
 of the 64 kB is for text that is longer in JSON as it is written here than as it came."""
 _TOO_LONG = f"has more than {LINE_BYTES_MAX} bytes, which is the most that a line may have"
+RULE_CHARACTERS_MAX = 200
+"""Of a rule that is broken: it quotes the value, which may be as long as the line."""
 KEY_BYTES = 16
 """Two of a million conversations share a key of 128 bits with probability 1e-27."""
 
@@ -162,6 +164,8 @@ def conversation_of(line: bytes) -> FinishedConversation:
 def _named(error: msgspec.ValidationError) -> str:
     """The rule behind the path of the field, without the decoder's `$`."""
     rule, _, path = str(error).partition(" - at `$")
+    if len(rule) > RULE_CHARACTERS_MAX:
+        rule = rule[:RULE_CHARACTERS_MAX] + "..."
     field = path.rstrip("`").lstrip(".")
     return f"{field}: {rule}" if field else rule
 

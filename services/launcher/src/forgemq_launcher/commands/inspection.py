@@ -20,6 +20,7 @@ from forgemq_contracts.run_ends import is_end_of
 from forgemq_contracts.topics import ENDED_RUNS, OF_RUN
 from forgemq_launcher import exit_status
 from forgemq_launcher.commands.run_on_broker import run_on_broker
+from forgemq_launcher.core.configuration import ConfigurationError
 from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.cuts import cut_lines
 from forgemq_launcher.display.fork_table import fork_table
@@ -90,7 +91,12 @@ async def inspect(
     """Print the groups of a run, or every turn of a group or an episode with its tokens.
 
     `as_requests` prints its requests instead, whole, one as JSON in each line.
+
+    Raises:
+        ConfigurationError: requests are asked for and no group is named.
     """
+    if as_requests and what is None:
+        raise ConfigurationError("--requests: name a GROUP or an EPISODE behind RUN")
     async with run_on_broker(folder, environ) as (log, started):
         follower = Follower(log, started, without_blobs=lambda error: say(console, left_out(error)))
         await follower.catch_up()
@@ -102,12 +108,11 @@ async def inspect(
         offsets = follower.view.record_offsets(group_id)
         records = await read_at(log, ((Place(topic, p), offset) for topic, p, offset in offsets))
         messages = [message_of(record) for record in records]
-    found = [each for each in trajectories(messages) if _is_of(each.episode_id, what=what)]
-    if not found and follower.view.knows(group_id):
-        say(console, f"the turns of {what!r} are not kept (log.keep_for_replay)")
-        return exit_status.FAILED
+    kept = trajectories(messages)
+    found = [each for each in kept if _is_of(each.episode_id, what=what)]
     if not found:
-        say(console, f"nothing is known of {what!r} in run {folder.run}")
+        is_known = follower.view.knows(group_id)
+        say(console, absence(what, is_known=is_known, kept=[each.episode_id for each in kept]))
         return exit_status.FAILED
     if as_requests:
         # Loads the rendering, which no other command needs.
@@ -120,6 +125,24 @@ async def inspect(
     for trajectory in found:
         print_trajectory(trajectory, tokenizer, console)
     return exit_status.OK
+
+
+def absence(what: str, *, is_known: bool, kept: Sequence[str]) -> str:
+    """Why there is no turn of this group or episode.
+
+    Args:
+        what: As it was asked for.
+        is_known: Whether a record names its group.
+        kept: Ids of the group's episodes that have turns on the log.
+    """
+    if kept:
+        return f"there is no turn of {what!r}; its group has turns of {', '.join(kept)}"
+    if is_known:
+        return (
+            f"no turn of {what!r} is on the log: none was played, or they were deleted "
+            "(log.keep_for_replay keeps them)"
+        )
+    return f"nothing is known of {what!r} in this run"
 
 
 def _is_of(episode_id: str, *, what: str) -> bool:

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from rich.console import Console
 
@@ -42,11 +42,23 @@ async def print_service(
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, process.send_signal, number)
     try:
-        while line := await process.stdout.readline():
-            text = line.decode(errors="replace").rstrip("\n")
-            say(console, text)
+        async for line in _lines(process.stdout):
+            say(console, line.decode(errors="replace").rstrip("\n"))
         return await process.wait()
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+async def _lines(printed: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Every line, in pieces if it is longer than the stream holds: it may quote a user's file."""
+    while True:
+        try:
+            yield await printed.readuntil()
+        except asyncio.LimitOverrunError as error:
+            yield await printed.readexactly(error.consumed)
+        except asyncio.IncompleteReadError as error:
+            if error.partial:
+                yield error.partial
+            return

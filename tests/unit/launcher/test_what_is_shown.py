@@ -1,0 +1,44 @@
+"""What commands print of what they were asked for: all of it, or why there is nothing."""
+
+import io
+import os
+
+import pytest
+from rich.console import Console
+
+from forgemq_launcher.command_line import run_tool
+from forgemq_launcher.commands.inspection import absence
+from forgemq_launcher.commands.service_process import print_service
+
+
+async def test_a_line_of_a_service_is_printed_whole_however_long_it_is():
+    console = Console(file=io.StringIO(), width=80)
+    unknown = "x" * 100_000
+    arguments = ["import", "talks.jsonl", "--domain", "d", unknown]
+    status = await print_service("agents", arguments, environ=dict(os.environ), console=console)
+    assert status == 2
+    assert console.file.getvalue().replace("\n", "").endswith(f"arguments: {unknown}")
+
+
+def test_requests_of_no_group_are_refused(tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    environ = {"FORGEMQ_LAUNCHER_RUNS": str(tmp_path)}
+    assert run_tool(("inspect", "desk-1", "--requests"), environ=environ, console=console) == 2
+    said = "forgemq: --requests: name a GROUP or an EPISODE behind RUN\n"
+    assert console.file.getvalue() == said
+
+
+@pytest.mark.parametrize(
+    ("is_known", "kept", "said"),
+    [
+        (
+            True,
+            ["g.0.0", "g.1.0"],
+            "there is no turn of 'g.9'; its group has turns of g.0.0, g.1.0",
+        ),
+        (True, [], "no turn of 'g.9' is on the log: none was played, or they were deleted "),
+        (False, [], "nothing is known of 'g.9' in this run"),
+    ],
+)
+def test_why_there_is_no_turn_to_show(is_known, kept, said):
+    assert absence("g.9", is_known=is_known, kept=kept).startswith(said)
