@@ -124,6 +124,26 @@ def test_a_run_that_is_announced_refuses_by_name_what_must_stay_and_takes_more_r
     assert asyncio.run(partitions(environ, given, SCORED_GROUPS)) == 2
 
 
+def test_a_run_that_was_deleted_is_announced_anew_though_its_old_start_is_on_the_log(
+    create, environ, new_run_id
+):
+    given = new_run_id()
+    create(run_id=given)
+    first = announced(environ, given)
+    console = Console(file=io.StringIO(), width=200)
+    assert run_tool(["delete", given, "--yes"], environ=environ, console=console) == 0
+    create(run_id=given)
+    again = announced(environ, given)
+    assert again.configuration == first.configuration
+    assert again.started_ms > first.started_ms
+    run_tool(["delete", given, "--yes"], environ=environ, console=console)
+    create("seed=5", run_id=given)
+    assert (announced(environ, given).configuration.seed, announced(environ, given).changes) == (
+        5,
+        (),
+    )
+
+
 async def partitions(environ: Mapping[str, str], run_id: str, topic: Topic) -> int:
     log = KafkaLog(KafkaConnection(bootstrap=environ["FORGEMQ_KAFKA"]), run=run_id)
     try:

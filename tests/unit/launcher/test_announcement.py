@@ -5,10 +5,10 @@ import pytest
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.messages import Output
-from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.run import RunConfiguration, StartedRun
 from forgemq_contracts.topics import SCHEDULED_STEPS, STARTED_RUNS
 from forgemq_launcher.core.configuration import ConfigurationError
-from forgemq_launcher.records.announcement import next_start
+from forgemq_launcher.records.announcement import next_start, start_before
 from forgemq_launcher.records.run_topics import create_topics
 from forgemq_shell.records import emit_of
 from tests.unit.run_view.synthetic import SyntheticRun, configuration
@@ -80,3 +80,15 @@ async def test_a_field_that_must_stay_is_refused_by_what_the_log_says():
     now = msgspec.structs.replace(WAS, seed=WAS.seed + 1)
     with pytest.raises(ConfigurationError, match="seed was 0 when this run was trained"):
         await next_start(log, now, blobs="/b", now_ms=2)
+
+
+async def test_a_run_that_was_deleted_begins_anew_with_whatever_it_is_asked_for():
+    log = MemoryLog(run="r")
+    await log.create_topics({STARTED_RUNS.name: 1})
+    was = StartedRun(run="r", configuration=WAS, blobs="/b", started_ms=1, resumed_from_step=-1)
+    start = Output(topic=STARTED_RUNS.name, partition=0, record=was)
+    await (await log.writer()).write_all([emit_of(start)])
+    now = msgspec.structs.replace(WAS, seed=WAS.seed + 1)
+    started = await next_start(log, now, blobs="/b", now_ms=2)
+    assert (started.configuration.seed, started.changes) == (WAS.seed + 1, ())
+    assert await start_before(log, "r") == was

@@ -7,7 +7,7 @@ import msgspec
 
 from forgemq_bus.kafka import KafkaLog
 from forgemq_contracts.run import RunConfiguration, StartedRun
-from forgemq_launcher.records.announcement import next_start
+from forgemq_launcher.records.announcement import next_start, start_before
 from forgemq_launcher.records.run_log import open_run_log
 from forgemq_launcher.records.run_topics import write_start
 from forgemq_launcher.upkeep.services import SERVICES
@@ -58,14 +58,9 @@ async def wait_for_named_broker(environ: Mapping[str, str], *, say: Callable[[st
 
 async def runs_announced(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Ids of all runs that were ever announced on the broker that FORGEMQ_KAFKA names."""
-    return tuple(await _announced(environ))
-
-
-async def _announced(environ: Mapping[str, str]) -> dict[str, StartedRun]:
-    """The newest start of every run on the broker, by the run's id."""
     log = KafkaLog(kafka_connection(environ), run="")
     try:
-        return {each.started.run: each.started for each in await announced_runs(log)}
+        return tuple(each.started.run for each in await announced_runs(log))
     finally:
         await log.close()
 
@@ -76,6 +71,7 @@ async def create_run(
     """Create the topics of a run and announce it on the broker that FORGEMQ_KAFKA names.
 
     A run that is announced as it is asked for is left alone: a pod may create it at every start.
+    One that was deleted is made again as a new run.
 
     Raises:
         SettingsError: FORGEMQ_KAFKA is not set.
@@ -84,8 +80,8 @@ async def create_run(
     """
     connection = kafka_connection(environ)
     async with open_run_log(connection, configuration, blobs=blobs) as log:
+        announced = await start_before(log, configuration.run)
         started = await next_start(log, configuration, blobs=blobs, now_ms=now_ms())
-    announced = (await _announced(environ)).get(configuration.run)
     if announced and (announced.configuration, announced.blobs) == (configuration, blobs):
         return announced
     await write_start(connection, started)

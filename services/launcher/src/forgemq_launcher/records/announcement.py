@@ -1,12 +1,13 @@
 """The record of a start of a run: what it continues, and what differs from the start before."""
 
+from forgemq_bus.errors import UnknownPlaceError
 from forgemq_bus.kept_records import message_of, read_all
-from forgemq_bus.log import Log
+from forgemq_bus.log import Log, Place
 from forgemq_bus.partitions import partitions_of
 from forgemq_contracts.run import RunConfiguration, StartedRun
 from forgemq_contracts.run_changes import FieldChange, changes, check_changes
 from forgemq_contracts.steps import ScheduledStep
-from forgemq_contracts.topics import SCHEDULED_STEPS, STARTED_RUNS
+from forgemq_contracts.topics import SCHEDULED_STEPS, STARTED_RUNS, TRAINED_STEPS
 from forgemq_launcher.core.configuration import ConfigurationError
 from forgemq_launcher.records.run_topics import create_topics, last_trained_step
 from forgemq_shell.started_run import newest_start
@@ -29,7 +30,7 @@ async def next_start(
     """
     found: tuple[FieldChange, ...] = ()
     await log.create_topics({STARTED_RUNS.name: 1})
-    previous = await newest_start(log, configuration.run)
+    previous = await start_before(log, configuration.run)
     if previous is not None:
         try:
             check_changes(previous.configuration, configuration)
@@ -47,6 +48,15 @@ async def next_start(
         resumed_from_step=await last_trained_step(log, configuration),
         changes=tuple(map(str, found)),
     )
+
+
+async def start_before(log: Log, run: str) -> StartedRun | None:
+    """The newest start of a run that has topics; None of one that is new or was deleted."""
+    try:
+        await log.first_positions([Place(TRAINED_STEPS.name, 0)])
+    except UnknownPlaceError:
+        return None  # Starts of a deleted run stay on the topic that all runs share.
+    return await newest_start(log, run)
 
 
 async def _check_steps(log: Log, configuration: RunConfiguration) -> None:
