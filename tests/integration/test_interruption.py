@@ -47,6 +47,7 @@ def test_ctrl_c_during_set_up_rollouts_and_training_loses_nothing(tmp_path):
             interrupt_at_line(run, at=r"version 0: success .* \(4 groups\)", within_s=120)
             open_groups = own_log(run).open_group_ids()
             assert f"continue with: {FORGEMQ} run {DIALOGUE} --resume {RUN}\n" in run.output()
+            assert f"its own configuration: {DIALOGUE} is not read\n" in run.output()
 
             run.start(DIALOGUE, "--resume", RUN, environ=stands_in)
             interrupt_at_line(run, at="step 3 trained", within_s=180)

@@ -159,6 +159,8 @@ def _differences(was: object, now: object, *, path: str) -> Iterator[FieldChange
     elif isinstance(was, tuple) and isinstance(now, tuple) and _domains(was) == _domains(now) != ():
         for domain, before, after in zip(_domains(was), was, now, strict=True):
             yield from _differences(before, after, path=f"{path}.{domain}")
+    elif path == "queues" and isinstance(was, tuple) and isinstance(now, tuple):
+        yield FieldChange(path, _domains(was), _domains(now))  # Whole queues are a page of text.
     elif was != now:
         yield FieldChange(path, was, now)
 

@@ -65,6 +65,13 @@ def test_a_change_is_named_by_its_dotted_path_and_its_domain():
     check_changes(WAS, now)
 
 
+def test_other_queues_are_refused_by_their_domains():
+    with pytest.raises(
+        ValueError, match=r"^queues was \('one', 'two'\) when .* is \('two',\) now:"
+    ):
+        check_changes(WAS, msgspec.structs.replace(WAS, queues=WAS.queues[1:]))
+
+
 @pytest.mark.parametrize(
     ("before", "after"), [("verifiers:one", "verifiers:two"), ("m:play", "verifiers:two")]
 )

@@ -137,6 +137,7 @@ def test_a_resume_changes_what_may_change_and_keeps_the_rest():
     [
         ("queues.shop_desk.slots=18", "queues.shop_desk.slots was 12 .* the scheduler's journal"),
         ("seed=4", "seed was 3 when this run was trained, and is 4 now: the tasks"),
+        ("run=other", "run was 'desk-1' when this run was trained, and is 'other' now: it begins"),
         ("trainer.stepz=3", "trainer.stepz: no such key; did you mean steps?"),
         ("optimizer.lr=0", "optimizer.lr: Expected `float` > 0.0"),
     ],

@@ -2,6 +2,9 @@
 
 import io
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -42,3 +45,20 @@ def test_requests_of_no_group_are_refused(tmp_path):
 )
 def test_why_there_is_no_turn_to_show(is_known, kept, said):
     assert absence("g.9", is_known=is_known, kept=kept).startswith(said)
+
+
+@pytest.mark.slow
+def test_an_output_that_cannot_be_written_is_one_line_and_no_traceback(tmp_path):
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "forgemq_launcher", "runs"],
+            env={**os.environ, "FORGEMQ_LAUNCHER_RUNS": str(tmp_path)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "forgemq: [Errno 28] No space left on device\n",
+    )

@@ -56,7 +56,11 @@ def _parser() -> tuple[
     )
     run.add_argument("file", type=Path, help="run configuration, TOML")
     _add_overrides(run, "e.g. trainer.steps=10")
-    run.add_argument("--resume", metavar="RUN", help="continue this run")
+    run.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="continue this run with its own configuration; FILE is named and not read",
+    )
     create = commands.add_parser(
         "create",
         help="create topics and announce the run on FORGEMQ_KAFKA, start nothing",

@@ -54,7 +54,11 @@ def main() -> None:
     logging.getLogger().addHandler(logging.NullHandler())
     # The tool is an entry point like a service's __main__: it reads the environment once.
     environ = dict(os.environ)  # noqa: TID251
-    sys.exit(run_tool(sys.argv[1:], environ=environ, console=Console()))
+    try:
+        status = run_tool(sys.argv[1:], environ=environ, console=Console())
+    except OSError as error:  # The output itself cannot be written, as into a full disk.
+        sys.exit(f"{PROGRAM}: {error}")
+    sys.exit(status)
 
 
 def run_tool(arguments: Sequence[str], *, environ: Mapping[str, str], console: Console) -> int:
@@ -298,6 +302,8 @@ def _run(
     environ = {**environ, DEVICE: device}
     with folder.locked():
         say(console, f"run {folder.run} in {folder.path}")
+        if options.resume:
+            say(console, f"it goes on with its own configuration: {options.file} is not read")
         budget = made.trainer.memory_budget_bytes / 1e9
         say(console, f"trainer on {device}, trainer.memory_budget_bytes {budget:.1f} GB")
         setup = RunSetup(

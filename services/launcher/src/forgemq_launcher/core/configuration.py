@@ -116,7 +116,7 @@ def changed(
     values: Document = msgspec.json.decode(msgspec.json.encode(was))
     for override in overrides:
         _override(values, override)
-    now = configuration(values, run=was.run, folder=folder)
+    now = configuration(values, run=str(values["run"]), folder=folder)
     try:
         check_changes(was, now)
     except ValueError as error:
