@@ -144,6 +144,27 @@ async def test_conversations_that_training_has_no_room_for_are_counted_and_not_l
     assert not gateway.in_order()
 
 
+async def test_a_conversation_whose_episode_ends_before_it_is_written_is_lost(
+    memory_gateway, tmp_path
+):
+    gateway = await memory_gateway()
+    admit = gateway.scheduler
+
+    def admit_and_end_what_is_claimed(gateway: MemoryGateway) -> None:
+        admit(gateway)
+        for group in gateway.in_order():
+            for attempt in group.attempts.values():
+                attempt.state = "ended"
+                gateway.retire(group.group_id, "evaluated")
+
+    gateway.scheduler = admit_and_end_what_is_claimed
+    file = write(tmp_path / "f", 1)
+    done = await imported(gateway, file)
+    [group] = gateway.in_order()
+    reason = f"{file}:1: {group.group_id} ended before all of it was written"
+    assert done == Imported(added=0, known=0, lost=(reason,))
+
+
 async def test_a_conversation_that_cannot_be_read_is_lost_and_named_by_its_line(
     memory_gateway, tmp_path, refusal
 ):

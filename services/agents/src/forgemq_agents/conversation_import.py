@@ -7,7 +7,7 @@ and what is in the run already is not added a second time.
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -33,6 +33,11 @@ CLAIM_WAIT_S = 5.0
 """A lapsed lease is no change of its group's state, so claims are repeated after this time."""
 FAULTS_SHOWN_MAX = 20
 """Enough to see what is wrong with a file; its other faults are counted."""
+
+
+_Play: TypeAlias = Literal["written", "cut", "none"]
+"""cut: the episode was over before it was written, by a deadline or a lease that lapsed. none:
+another import has it, or it is written."""
 
 
 class FileRefusedError(Exception):
@@ -170,30 +175,36 @@ class ConversationImport:
             self._unused += end == "unused"
             return
         status = await self._gateway.request_group(conversation.group(self._domain))
-        is_added = False
+        plays: set[_Play] = set()
         while status.state != "retired":
-            if status.state == "admitted" and await self._play(status, conversation):
-                is_added = True
-            wait_s = STATE_WAIT_S if is_added or status.state == "requested" else CLAIM_WAIT_S
+            if status.state == "admitted":
+                plays.add(await self._play(status, conversation))
+            is_written = "written" in plays
+            wait_s = STATE_WAIT_S if is_written or status.state == "requested" else CLAIM_WAIT_S
             try:
                 status = await self._gateway.read_group(status, wait_s=wait_s)
             except EpisodeOverError:  # It retired so long ago that its status is forgotten.
                 break
         if status.state == "retired" and status.retire_reason not in ("evaluated", ""):
             self._lost.append(f"{place}: {status.group_id} retired as {status.retire_reason}")
-        self._added += is_added
-        self._known += not is_added
+        elif "cut" in plays and "written" not in plays:
+            self._lost.append(f"{place}: {status.group_id} ended before all of it was written")
+        self._added += "written" in plays
+        self._known += not plays & {"written", "cut"}
 
-    async def _play(self, status: GroupStatus, conversation: FinishedConversation) -> bool:
-        """Write the conversation's episode; False if another import has it, or it is written."""
+    async def _play(self, status: GroupStatus, conversation: FinishedConversation) -> _Play:
+        """Write the conversation's episode."""
         try:
             claim: Claim | None = await self._gateway.claim(status.group_id)
-            if claim is None:
-                return False
+        except EpisodeOverError:
+            return "none"
+        if claim is None:
+            return "none"
+        try:
             await report(self._gateway, claim.episode_id, conversation)
         except EpisodeOverError:
-            return False
-        return True
+            return "cut"
+        return "written"
 
 
 async def report(
