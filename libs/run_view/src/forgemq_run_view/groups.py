@@ -53,8 +53,7 @@ class _Round:
     sums: Sums = field(default_factory=Sums)
     groups: int = 0
     groups_ended: int = 0
-    versions: tuple[int, int] | None = None
-    """The oldest and the newest that sampled it; None before its first completion."""
+    versions: tuple[int, int] | None = None  # Oldest and newest; None before a completion.
 
 
 @dataclass(slots=True)
@@ -398,5 +397,4 @@ def _widen(each: _Round, version: int | None) -> None:
 
 
 def _by_weights(point: EvaluationPoint) -> tuple[bool, int, str, bool]:
-    oldest = point.version_min
-    return (oldest is None, oldest or 0, point.round_name, point.is_greedy)
+    return (point.version_min is None, point.version_min or 0, point.round_name, point.is_greedy)
