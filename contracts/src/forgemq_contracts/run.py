@@ -169,7 +169,8 @@ class Rewards(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omi
         Meta(
             description="What an episode earns if a limit ended it (context full, too many turns). "
             "grade: what the reward functions return. zero: 0, without asking them. mask: nothing; "
-            "it counts in no baseline. no_loss: as grade, but none of its completions trains."
+            "it counts in no baseline; evaluations grade it. no_loss: as grade, but none of its "
+            "completions trains."
         ),
     ] = "grade"
 

@@ -32,7 +32,9 @@ def test_each_domains_groups_have_its_own_weights(tmp_path):
     assert [episode.total for episode in scored["own"].episodes] == [4.0, 0.0]
 
 
-async def test_a_domain_that_masks_truncated_episodes_asks_no_grader_about_them(tmp_path):
+async def test_a_domain_that_masks_truncated_episodes_asks_graders_about_evaluated_ones_alone(
+    tmp_path,
+):
     run = configuration_of(tmp_path, outcome="user_rewards:meant_to_raise")
     (queue,) = run.queues
     own = msgspec.structs.replace(queue, rewards=DomainRewards(truncated="mask"))
@@ -42,6 +44,9 @@ async def test_a_domain_that_masks_truncated_episodes_asks_no_grader_about_them(
     code.write_text("def meant_to_raise(episode):\n    raise AssertionError('asked')\n")
     async with desk.service():
         await desk.play(0, [[5]], truncated_by="context_full")
-        (grade,) = await desk.records(topics.GRADED_EPISODES, count=1)
+        await desk.play(0, [[5]], truncated_by="context_full", group="g-2", purpose="eval")
+        trained, evaluated = await desk.records(topics.GRADED_EPISODES, count=2)
     await desk.log.close()
-    assert (grade.is_masked, grade.detail) == (False, "")
+    assert (trained.group_id, trained.is_masked, trained.detail) == ("g-1", False, "")
+    assert evaluated.is_masked
+    assert "AssertionError: asked" in evaluated.detail

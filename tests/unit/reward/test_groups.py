@@ -100,6 +100,17 @@ def test_a_zero_holds_if_no_grader_could_read_how_the_episode_ended():
     assert [c.advantage for c in scored.completions] == [0.5, -0.5]
 
 
+@pytest.mark.parametrize(
+    ("treatment", "total"), [("grade", 0.3), ("zero", 0.0), ("mask", 0.3), ("no_loss", 0.3)]
+)
+def test_an_evaluated_episode_that_a_limit_ended_counts_whatever_training_makes_of_it(
+    treatment, total
+):
+    episode = finished_episode(0, size=1, purpose="eval", truncated_by="context_full")
+    scored = score([episode], [graded_episode(0, outcome=0.3)], truncated=treatment)
+    assert [(one.is_masked, one.total) for one in scored.episodes] == [(False, total)]
+
+
 def test_a_group_that_fails_because_its_episodes_were_truncated_says_so():
     episodes = [
         msgspec.structs.replace(finished_episode(i), truncated_by="context_full") for i in range(2)

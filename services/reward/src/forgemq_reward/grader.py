@@ -16,6 +16,7 @@ from forgemq_contracts.grading import GradingCompletion
 from forgemq_contracts.run import RunConfiguration
 from forgemq_rendering import Rendering
 from forgemq_reward.core.pending import HeldCompletion, PendingEpisodes
+from forgemq_reward.core.returns import is_graded
 from forgemq_reward.core.verdict import Verdict, graded_episode
 from forgemq_reward.grader_messages import Load, QueueFunctions
 from forgemq_reward.grader_processes import GraderProcesses, Places
@@ -82,7 +83,7 @@ class Grader:
         if episode.source != "agent":
             return own_grade(episode)
         rewards = rewards_of(self._configuration, domain=episode.domain)
-        is_asked = episode.truncated_by is None or rewards.truncated in ("grade", "no_loss")
+        is_asked = is_graded(episode, settings=rewards)
         if not functions.names or self._rendering is None or not is_asked:
             return graded_episode(episode, Verdict(), grader=REPORTED, grader_version="")
         completions: tuple[GradingCompletion, ...] = ()

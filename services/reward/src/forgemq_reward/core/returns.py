@@ -105,10 +105,21 @@ def treated(episode: FinishedEpisode, grade: GradedEpisode, *, settings: Rewards
     A zero holds even if the grade is masked: the policy cannot escape it by an ending that its
     grader cannot read.
     """
-    if episode.truncated_by is None or settings.truncated in ("grade", "no_loss"):
+    if is_graded(episode, settings=settings):
         return grade
     is_masked = settings.truncated == "mask"
     return msgspec.structs.replace(grade, outcome=0.0, speed=0.0, process=(), is_masked=is_masked)
+
+
+def is_graded(episode: FinishedEpisode, *, settings: Rewards) -> bool:
+    """Whether the reward functions say what the episode earns.
+
+    A mask is for training alone: an evaluation that left out what the policy did not finish would
+    show a success that no task had.
+    """
+    if episode.truncated_by is None or settings.truncated in ("grade", "no_loss"):
+        return True
+    return settings.truncated == "mask" and episode.purpose == "eval"
 
 
 def grade_fault(episode: FinishedEpisode, grade: GradedEpisode, *, settings: Rewards) -> str:
