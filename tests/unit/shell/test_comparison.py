@@ -179,20 +179,22 @@ async def test_outputs_that_were_trimmed_are_compared_by_the_journals_digest(wor
 
 
 async def test_each_partition_gets_its_line_and_the_status_is_that_of_the_worst(world: World):
-    def transform(core: Callable[[int], Core]) -> Transform:
+    def transform(core: Callable[[int], Core], logic_version: int) -> Transform:
         return Transform(
             service="merger",
             inputs=(topics.SCORED_GROUPS,),
             journal=topics.MERGER_JOURNAL,
             make_core=core,
-            logic_version=1,
+            logic_version=logic_version,
         )
 
-    async def replayed(core: Callable[[int], Core], *, partition: int | None = None):
+    async def replayed(
+        core: Callable[[int], Core], *, partition: int | None = None, logic_version: int = 1
+    ):
         lines: list[str] = []
         status = await replay_transform(
             world.log,
-            transform(core),
+            transform(core, logic_version),
             configuration=CONFIGURATION,
             partition=partition,
             say=lines.append,
@@ -213,6 +215,13 @@ async def test_each_partition_gets_its_line_and_the_status_is_that_of_the_worst(
     assert status == 1
     assert lines[0].startswith("merger 0: 4 inputs, 0 ticks, 4 outputs in batches 0 to 4: first ")
     assert [line[:13] for line in lines[1:]] == ["  on the log:", "  replayed:  "]
+    assert await replayed(lambda _: CountingCore(), logic_version=2) == (
+        2,
+        [
+            "merger 0: cannot be replayed: the journal was written by logic version 1 of merger, "
+            "this build has 2"
+        ],
+    )
     await world.log.trim({SCORED: 4})
     status, (line,) = await replayed(lambda _: CountingCore())
     assert status == 2

@@ -33,6 +33,10 @@ class JournalError(Exception):
     """The journal or an input it names is incomplete; the task's state cannot be rebuilt."""
 
 
+class OtherLogicError(JournalError):
+    """The journal's newest batch is another logic version's, so its outputs cannot be compared."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalEntry:
     """One record of a journal.

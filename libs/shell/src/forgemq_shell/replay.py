@@ -14,6 +14,7 @@ from forgemq_shell.interruption import Turns
 from forgemq_shell.journal import (
     JournalError,
     JournalledInputs,
+    OtherLogicError,
     check_kept,
     input_starts,
     read_batches,
@@ -223,7 +224,7 @@ async def _oldest_beginning(log: LogReads, batches: Sequence[JournalledBatch]) -
 def _check_logic(newest: JournalledBatch, *, service: str, logic_version: int) -> None:
     written_by = writer_logic(newest)
     if written_by != logic_version:
-        raise JournalError(
+        raise OtherLogicError(
             f"the journal was written by logic version {written_by} of {service}, this build has "
             f"{logic_version}"
         )

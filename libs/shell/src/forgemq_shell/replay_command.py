@@ -22,7 +22,7 @@ from forgemq_settings.hidden_process import hide_process
 from forgemq_shell.comparison import Comparison, compare
 from forgemq_shell.connection import kafka_connection, run_id
 from forgemq_shell.difference import difference_lines
-from forgemq_shell.journal import JournalError
+from forgemq_shell.journal import JournalError, OtherLogicError
 from forgemq_shell.recorded_log import RecordedLog
 from forgemq_shell.recording import (
     RecordingError,
@@ -212,7 +212,8 @@ async def replay_transform(
         try:
             result = await compare(log, plan, transform.core(number), outputs=outputs)
         except JournalError as error:
-            say(f"{plan.service} {number}: cannot be replayed: {error}; {KEEPING}")
+            advice = "" if isinstance(error, OtherLogicError) else f"; {KEEPING}"
+            say(f"{plan.service} {number}: cannot be replayed: {error}{advice}")
             statuses.add(EXIT_REFUSED)
             continue
         for line in _lines(plan.service, result):
