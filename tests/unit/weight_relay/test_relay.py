@@ -27,6 +27,7 @@ from forgemq_weight_relay import (
     send_along,
 )
 from forgemq_weight_relay.receiving import REJOIN_S
+from forgemq_weight_relay.records import RelayAnswer, read_message, write_message
 
 pytestmark = pytest.mark.wall_clock
 
@@ -238,6 +239,22 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(
     relayed = send(copy, greeting(copy, lanes.add().address))
     assert "'../outside' is not <folder>/<file>" in relayed.left_out[0]
     assert not (tmp_path / "outside").exists()
+
+
+def test_a_second_file_of_one_name_is_refused(source: StagedCopy, lanes: Lanes) -> None:
+    """It would take the place of the first one, whose checksum the reader compares."""
+    first = next(each for each in source.files if each.name == "policy/config.json")
+    second = RelayedFile(first.name, 2, hashlib.sha256(b"[]").hexdigest())
+    receiver = lanes.add()
+    message = replace(greeting(source, receiver.address), files=(first, second))
+    host, _, port = receiver.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=5) as link:
+        write_message(link, replace(message, route=()))
+        answer = read_message(link, RelayAnswer)
+    assert answer == RelayAnswer(
+        "refuse", "'policy/config.json' is not <folder>/<file>, or comes twice"
+    )
+    assert receiver.wait(KEY, timeout_s=0) is None
 
 
 def test_a_newer_version_replaces_the_older_and_an_older_one_is_refused(

@@ -181,7 +181,7 @@ class Receiver:
         if greeting.run != self._run:
             return RelayAnswer("refuse", f"this is run {self._run}")
         if name := greeting.wrong_name():
-            return RelayAnswer("refuse", f"{name!r} is not <folder>/<file>")
+            return RelayAnswer("refuse", f"{name!r} is not <folder>/<file>, or comes twice")
         if self._whole is not None and self._whole[0] == key:
             return RelayAnswer("have")
         newest = max(each[0] for each in (self._whole, self._arriving, (key,)) if each)

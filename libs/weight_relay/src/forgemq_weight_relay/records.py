@@ -65,8 +65,16 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return sum(file.size_bytes for file in self.files)
 
     def wrong_name(self) -> str:
-        """The first file whose name is not `<folder>/<file>`; "" without one."""
-        return next((f.name for f in self.files if not _NAME.fullmatch(f.name)), "")
+        """The first file whose name is not `<folder>/<file>`, or another one's; "" without one.
+
+        Of two with one name the later one's bytes would lie under the earlier one's checksum.
+        """
+        names: set[str] = set()
+        for file in self.files:
+            if not _NAME.fullmatch(file.name) or file.name in names:
+                return file.name
+            names.add(file.name)
+        return ""
 
 
 class RelayAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
