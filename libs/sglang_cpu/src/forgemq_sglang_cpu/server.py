@@ -4,6 +4,7 @@ Nothing here retries or restarts: the caller decides. All calls block; an async 
 a thread.
 """
 
+import http.client
 import os
 import signal
 import socket
@@ -144,6 +145,10 @@ class EngineServer:
         """Whether the server's main process lives."""
         return self._process is not None and self._process.poll() is None
 
+    def answers(self) -> bool:
+        """Whether the server answers a health check within 5 s. Blocks."""
+        return _answers(self.url + "/health")
+
     def wait_healthy(self, *, timeout_s: float = 600.0, progress: Progress | None = None) -> float:
         """Wait until /health answers; returns the seconds waited.
 
@@ -159,7 +164,7 @@ class EngineServer:
             if self._process is None or self._process.poll() is not None:
                 code = self._process.returncode if self._process else None
                 raise self._error(f"ended with status {code} after {waited_s:.0f} s")
-            if _answers(self.url + "/health"):
+            if self.answers():
                 return waited_s
             if waited_s > timeout_s:
                 raise self._error(f"did not answer /health within {timeout_s:.0f} s")
@@ -283,7 +288,7 @@ def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5.0) as response:
             return bool(response.status == 200)
-    except (urllib.error.URLError, TimeoutError, ConnectionError):
+    except (OSError, http.client.HTTPException):
         return False
 
 

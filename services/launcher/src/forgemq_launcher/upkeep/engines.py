@@ -1,6 +1,7 @@
 """The run's own engines: SGLang servers, one or a pair for each lane."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 
@@ -12,6 +13,11 @@ from forgemq_sglang_cpu.server import EngineServer, EngineServerError
 
 WATCH_EVERY_S = 1.0
 """A restart takes a minute or more; how soon a death is noticed hardly matters."""
+WATCHES_OF_A_CHECK = 10
+"""An engine that runs is asked for its health every tenth time that it is looked at."""
+SILENT_MAX = 6
+"""Health checks in a row without an answer, each of 5 s. The engine's main process answers them
+from memory, also while generation is paused; its lane has lost it after some 15 s of silence."""
 LOG_LINES_MAX = 1000
 """Read for the phase of a start: SGLang logs some 100 lines until it serves."""
 
@@ -20,8 +26,9 @@ class Engines:
     """SGLang servers, one or a pair for each lane.
 
     Lifecycle: `start` (returns at once), a task `keep` for each lane, `stop`. An engine that dies
-    is started again at the same address; its inference process brings it to the newest weights.
-    `add` and `remove` change which lanes there are.
+    is started again at the same address; its inference process brings it to the newest weights. One
+    that gives no answer for `SILENT_MAX` health checks is killed, which is a death too. `add` and
+    `remove` change which lanes there are.
     """
 
     def __init__(
@@ -31,12 +38,14 @@ class Engines:
         policy: RestartPolicy,
         start_timeout_s: float,
         note: Note,
+        watch_every_s: float = WATCH_EVERY_S,
     ) -> None:
         self._lanes = dict(enumerate(lanes))
         self._stopping: list[LaneServers] = []
         self._policy = policy
         self._start_timeout_s = start_timeout_s
         self._note = note
+        self._watch_every_s = watch_every_s
         self._started_s = time.monotonic()
         self._healthy: set[str] = set()
         self._phases: dict[str, str] = {}
@@ -112,22 +121,54 @@ class Engines:
 
     async def _keep_one(self, name: str, server: EngineServer) -> None:
         exits_s: list[float] = []
+        end = await self._life(name, server)
         while True:
-            await asyncio.to_thread(self._wait_healthy, name, server)
-            self._healthy.add(name)
-            self._note(f"engine {name} answers at {server.url}")
-            while server.is_running():  # noqa: ASYNC110 - a process has no event to wait for
-                await asyncio.sleep(WATCH_EVERY_S)
-            self._healthy.discard(name)
             exits_s.append(time.monotonic())
             delay_s = self._policy.delay_s(exits_s)
             if delay_s is None:
                 tail = "\n".join(server.log_tail())
-                raise EngineServerError(f"engine {name} died {len(exits_s)} times; last:\n{tail}")
-            self._note(f"engine {name} died; restarting in {delay_s:.1f} s ({server.log_path})")
+                raise EngineServerError(
+                    f"engine {name} was lost {len(exits_s)} times; the last time it {end}:\n{tail}"
+                )
+            self._note(f"engine {name} {end}; restarting in {delay_s:.1f} s ({server.log_path})")
             await asyncio.sleep(delay_s)
             self._started_s = time.monotonic()
-            await _restart(server)
+            try:
+                await _restart(server)
+                end = await self._life(name, server)
+            except EngineServerError as error:
+                if server.is_running():
+                    raise  # It loads for longer than it may.
+                # What it lacked, as memory, may be there at the next start.
+                end = f"did not start: {str(error).splitlines()[0].rstrip(':')}"
+
+    async def _life(self, name: str, server: EngineServer) -> str:
+        """Wait until a server that starts is healthy, then until its end; returns what that was.
+
+        Raises:
+            EngineServerError: it did not come up.
+        """
+        await asyncio.to_thread(self._wait_healthy, name, server)
+        self._healthy.add(name)
+        self._note(f"engine {name} answers at {server.url}")
+        try:
+            return await self._end_of(server)
+        finally:
+            self._healthy.discard(name)
+
+    async def _end_of(self, server: EngineServer) -> str:
+        """Watch a server that is healthy until it is not; returns what became of it."""
+        silent = 0
+        for watches in itertools.count(1):
+            if not server.is_running():
+                break
+            await asyncio.sleep(self._watch_every_s)
+            if watches % WATCHES_OF_A_CHECK:
+                continue
+            silent = 0 if await asyncio.to_thread(server.answers) else silent + 1
+            if silent == SILENT_MAX:
+                return f"gave no answer to {silent} health checks"
+        return "died"
 
     def _wait_healthy(self, name: str, server: EngineServer) -> None:
         def progress(waited_s: float, line: str) -> None:
