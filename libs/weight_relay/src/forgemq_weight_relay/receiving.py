@@ -10,7 +10,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -169,6 +169,8 @@ class Receiver:
             copy.break_off(str(error) or type(error).__name__)
             self._on_broken(greeting, copy.broken)
             self._note()
+            # Its bytes may be why there is no room for the durable copy, which is loaded next.
+            _removing(_folders(copy))
             write_message(link, RelayAnswer("refuse", copy.broken))
             return
         self._keep(copy, greeting)
@@ -214,7 +216,7 @@ class Receiver:
     def _others(self, arriving: StagedCopy) -> list[Path]:
         """Folders of neither this copy nor the whole one; of no copy that begins later either."""
         copies = [arriving] if self._whole is None else [arriving, self._whole[1]]
-        held = {path.parents[1] for copy in copies for path in copy.paths.values()}
+        held = set[Path]().union(*map(_folders, copies))
         return [folder for folder in self._folder.iterdir() if folder not in held]
 
     def _pass_on(self, copy: StagedCopy, greeting: Greeting) -> None:
@@ -227,7 +229,12 @@ class Receiver:
             self._changed.notify_all()
 
 
-def _removing(folders: Sequence[Path]) -> threading.Thread:
+def _folders(copy: StagedCopy) -> set[Path]:
+    """Of a copy that has files; one folder, which no other copy has."""
+    return {path.parents[1] for path in copy.paths.values()}
+
+
+def _removing(folders: Collection[Path]) -> threading.Thread:
     """Remove folders, in a thread: the files of a large model take the kernel many seconds."""
 
     def remove() -> None:
