@@ -145,7 +145,7 @@ class ScriptedLane:
             ReportedEngine(
                 lane=self.lane,
                 epoch=self.epoch,
-                url="",
+                url=f"http://engine:{self.lane}",
                 is_serving=is_serving,
                 lineage=0,
                 version=self.version,

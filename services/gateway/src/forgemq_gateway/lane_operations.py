@@ -35,8 +35,10 @@ class LaneOperations:
         """Plan another lane; returns its status.
 
         Raises:
-            RefusedError: 409, the lane exists or there is no room; 503, the log is away.
+            RefusedError: 409, the lane exists, there is no room, or its engine serves another lane;
+                503, the log is away.
         """
+        self._check_engine(asked.engine_url)
         lane = self._changes.plan.free_lane() if asked.lane is None else asked.lane
         if lane is None:
             raise conflict(
@@ -92,6 +94,18 @@ class LaneOperations:
             raise _about_lane(conflict(f"lane {lane} was removed meanwhile"))
         (status,) = lane_statuses([planned], self._lanes, now_s=self._clock.now_s())
         return status
+
+    def _check_engine(self, engine_url: str) -> None:
+        """Refuse a second lane for an engine: each would end the other's requests and weights."""
+        asked = engine_url.rstrip("/")
+        for each in self.all_lanes().lanes:
+            if asked and each.engine_url.rstrip("/") == asked:
+                error = conflict(
+                    f"lane {each.lane} has the engine at {asked}, and an engine serves one lane: "
+                    "name another one, or remove that lane first"
+                )
+                error.param = "engine_url"
+                raise error
 
     def _check_others(self, lane: int) -> None:
         """Refuse to take away the only lane that takes requests now, whatever the plan says."""

@@ -22,12 +22,14 @@ def named_urls(value: str, *, lanes: int) -> tuple[str, ...]:
     """The addresses in FORGEMQ_ENGINE_URL; () if it is empty.
 
     Raises:
-        MachineError: an address is not http, or there is not one for each lane.
+        MachineError: an address is not http or comes twice, or there is not one for each lane.
     """
     urls = tuple(url.strip().rstrip("/") for url in value.split(",") if url.strip())
     for url in urls:
         if not url.startswith(("http://", "https://")):
             raise MachineError(f"{VARIABLE}: an address begins with http://, got {url!r}")
+    if twice := next((url for url in urls if urls.count(url) > 1), ""):
+        raise MachineError(f"{VARIABLE} names {twice} twice: one engine is one lane")
     if urls and len(urls) != lanes:
         raise MachineError(
             f"{VARIABLE} names {len(urls)} engines, the run has log.lanes={lanes}: "
