@@ -205,3 +205,29 @@ async def test_an_engine_without_room_for_a_token_is_refused_with_the_field(base
             async with scene.serving():
                 await scene.report(is_serving=True, timeout_s=5)
     assert "`$.tp_size`" in str(causes(raised.value))
+
+
+class DeafEngine(StandInEngine):
+    """Answers health checks, and hangs up on everything else."""
+
+    def __init__(self) -> None:
+        super().__init__(Speed())
+        self.calls = 0
+
+    async def _end(self, http: web.Request) -> web.Response:
+        self.calls += 1
+        assert http.transport is not None
+        http.transport.close()
+        return web.Response()
+
+
+async def test_an_engine_that_answers_health_checks_alone_is_not_asked_without_a_pause(
+    base: Path,
+) -> None:
+    engine = DeafEngine()
+    async with serving(engine) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving():
+            await asyncio.sleep(2.0)
+            assert not (await scene.report(is_serving=False)).is_serving
+    assert 1 <= engine.calls <= 6

@@ -236,19 +236,34 @@ async def test_an_engine_left_in_a_broken_update_is_loaded_again_before_it_serve
     assert engine.weight_version == "1.3"
 
 
-async def test_an_engine_left_in_a_broken_update_never_serves_without_published_weights(
-    base: Path,
+@pytest.mark.parametrize("name", ["broken", "1.40"])
+async def test_an_engine_with_unknown_weights_never_serves_without_published_ones(
+    base: Path, trained: Path, name: str
 ) -> None:
-    async with serving(StandInEngine(Speed(), weight_version="broken")) as url:
+    """An update broke off, or another run loaded it."""
+    engine = StandInEngine(Speed(), weight_version=name)
+    async with serving(engine) as url:
         scene = await scene_of(base, url)
+        async with scene.serving():
+            await scene.until_event("waits_for_copy")
+            assert not (await scene.report(is_serving=False)).is_serving
+            assert engine.weight_version == "broken"
+            await scene.publish(trained, version=1)
+            report = await scene.report(is_serving=True)
+    assert (report.lineage, report.version, engine.weight_version) == (1, 1, "1.1")
 
-        async def serve() -> None:
-            async with scene.serving():
-                await asyncio.sleep(10)
 
-        with pytest.raises(ExceptionGroup):
-            await serve()
-        assert not (await scene.report(is_serving=False)).is_serving
+async def test_an_engine_that_another_run_has_loaded_gets_the_weights_of_this_one(
+    base: Path, trained: Path
+) -> None:
+    engine = StandInEngine(Speed(), weight_version="1.40")
+    async with serving(engine) as url:
+        scene = await scene_of(base, url)
+        await scene.publish(trained, version=3)
+        async with scene.serving():
+            report = await scene.report(is_serving=True)
+    assert (report.lineage, report.version, engine.weight_version) == (1, 3, "1.3")
+    assert [each["weights"] for each in scene.events_named("weights_of_another_run")] == ["1.40"]
 
 
 async def test_a_damaged_durable_copy_is_never_loaded(base: Path, trained: Path) -> None:

@@ -116,6 +116,8 @@ class Attachment:
             finally:
                 self._requests.close(NOT_SERVING)
                 self._reports.stop_serving()
+            # An engine may answer health checks and nothing else.
+            await asyncio.sleep(_POLL_S)
 
     async def _wait_healthy(self) -> None:
         deadline_s = time.monotonic() + self._settings.engine_start_timeout_s
@@ -158,8 +160,6 @@ class Attachment:
             # The run goes on as well without: only no token is guessed.
             self._telemetry.event("engine_does_not_speculate", url=self._engine.url)
         await self._load_newest()
-        if self._weights.served.is_dirty:
-            raise EngineRefusedError("an update of the engine broke off and nothing is published")
         await self._engine.resume(timeout_s=_RESUME_TIMEOUT_S)
         self._pauses.resume()
         self._requests.open(limits)
@@ -173,11 +173,15 @@ class Attachment:
         )
 
     async def _load_newest(self) -> None:
-        """Load what is published; wait for the copy of weights that the lane served before."""
+        """Load what is published; wait for it if the engine must not serve what it has.
+
+        That is so if its weights are older than those that the lane served before, or not whole, or
+        of another run.
+        """
         while True:
             while await self._load_next() is not None:
                 pass
-            if not self._weights.has_gone_back:
+            if not self._weights.has_gone_back and not self._weights.served.is_dirty:
                 return
             self._telemetry.event("waits_for_copy", url=self._engine.url)
             self._published.clear()
@@ -193,6 +197,10 @@ class Attachment:
         base = Path(self._configuration.model.path) / WEIGHTS_FILE
         is_base = name != BROKEN_NAME and (weights_of_name(name) or BASE) == BASE
         served = served_by(name, base_sha256=await file_sha256(base) if is_base else None)
+        if self._weights.is_foreign(served.weights):
+            self._telemetry.event("weights_of_another_run", url=self._engine.url, weights=name)
+            await self._engine.name_weights(BROKEN_NAME)
+            served = served_by(BROKEN_NAME, base_sha256=None)
         if is_base and name != BASE.name:
             await self._engine.name_weights(BASE.name)
         self._weights.note_restarted(served)

@@ -188,6 +188,10 @@ class WeightsState:
         known = max(self._highest, self.served.weights)
         return known if self._newest is None else max(known, _key(self._newest))
 
+    def is_foreign(self, weights: Weights) -> bool:
+        """Whether nobody has published these weights yet: an engine has them from another run."""
+        return weights > (BASE if self._newest is None else _key(self._newest))
+
     def is_replaced(self, published: PublishedWeights) -> bool:
         """Whether newer weights than these are published."""
         return self._newest is not None and _key(self._newest) > _key(published)
