@@ -83,6 +83,21 @@ def test_a_value_that_is_no_toml_is_text():
         ("trainer.stepz=3", "trainer.stepz: no such key; did you mean steps?"),
         ("traner.steps=3", "traner: no such key; did you mean trainer?"),
         ("queues.0.slot=3", "queues.0.slot: no such key; did you mean slots?"),
+        ("queues.0.lr=3", "queues.0.lr: no such key; did you mean optimizer.lr?"),
+        (
+            "queues.0.sampling.top_k=3",
+            "queues.0.sampling.top_k: no such key; did you mean episodes.sampling.top_k or "
+            "speculation.top_k?",
+        ),
+        (
+            "queues.0.seed=3",
+            "queues.0.seed: no such key; did you mean seed at the top of the file?",
+        ),
+        ("queues.0.wholly_new=3", "queues.0.wholly_new: no such key"),
+        (
+            "episodes.sampling.tmperature=2",
+            "episodes.sampling.tmperature: no such key; did you mean temperature?",
+        ),
         ("trainer.steps=many", "trainer.steps: Expected `int`, got `str`"),
         ("trainer.steps=0", "trainer.steps: Expected `int` >= 1"),
         ("queues.desk.slots=3", "queues.desk: no such element; there are shop_desk"),

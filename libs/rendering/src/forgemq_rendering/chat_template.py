@@ -49,6 +49,9 @@ def compile_chat_template(source: str, *, tokens: Mapping[str, str]) -> RenderTe
     Args:
         source: Jinja source from the tokenizer's files.
         tokens: Named special tokens (`bos_token`, `eos_token`, ...) that templates use.
+
+    Raises:
+        ValueError: it is no template.
     """
     environment = DictFirstEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
@@ -56,7 +59,10 @@ def compile_chat_template(source: str, *, tokens: Mapping[str, str]) -> RenderTe
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _fixed_date
-    template = environment.from_string(source)
+    try:
+        template = environment.from_string(source)
+    except TemplateError as error:
+        raise ValueError(f"the chat template: {error}") from error
     # jinja2 copies these for each text; from two mappings in one that takes longer than the text.
     template.globals = dict(template.globals)
 

@@ -39,9 +39,12 @@ def choose_renderer(
         if "vision_config" in config and not tokenizer.chat_template:
             raise ValueError(f"{folder}: the model has a vision tower and no chat template")
         return create_renderer(tokenizer, _template_config(tokenizer))
-    settings = config_from_name(chosen)
+    try:
+        settings = config_from_name(chosen)
+    except ValueError as error:  # It lists those that there are.
+        raise ValueError(f"model.renderer: {error}") from error
     if settings is None:
-        raise ValueError(f"model.renderer: `renderers` has no renderer {chosen!r}")
+        raise ValueError(f"model.renderer: {chosen!r} is no renderer of `renderers`")
     if history == "append_only":
         settings = type(settings)(thinking_retention="all")
     return create_renderer(tokenizer, settings)

@@ -40,6 +40,7 @@ class FolderTokenizer:
 
     Raises:
         FileNotFoundError: tokenizer.json is missing.
+        ValueError: a file is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,7 +51,10 @@ class FolderTokenizer:
                 "tokenizer again with a fast tokenizer class"
             )
         self.name_or_path = str(folder)
-        self._tokenizer = Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises no class of its own.
+            raise ValueError(f"{path}: {error}") from error
         self._mark = lru_cache(_MARKS_MAX)(self._short)
         self._whole_mark = lru_cache(_MARKS_MAX)(self._marked)
         self._token_id = lru_cache(_MARKS_MAX)(self._tokenizer.token_to_id)
@@ -168,9 +172,12 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file; {} if the file is missing."""
     if not path.is_file():
         return {}
-    loaded = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     if not isinstance(loaded, dict):
-        raise TypeError(f"{path} must hold a JSON object")
+        raise ValueError(f"{path} must hold a JSON object")  # noqa: TRY004 - the file is wrong
     return loaded
 
 

@@ -18,6 +18,7 @@ from forgemq_launcher.core.configuration import (
     overridden,
 )
 from forgemq_launcher.model_folder import check_draft_folder, check_model_files, check_model_folder
+from forgemq_launcher.model_messages import check_messages
 from forgemq_launcher.placement import device_of, with_budget
 from forgemq_launcher.run_folder import RunFolder, RunFolderError, names_taken
 from forgemq_launcher.user_code import check_user_code
@@ -109,6 +110,7 @@ def check_paths(made: RunConfiguration, *, source: str, trains: bool = True) -> 
     try:
         check = check_model_folder if trains else check_model_files
         check(Path(made.model.path))
+        check_messages(made)
         if made.speculation is not None:
             check_draft_folder(made.speculation, model=Path(made.model.path))
         check_user_code(made)

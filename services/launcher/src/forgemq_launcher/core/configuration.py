@@ -4,7 +4,6 @@ Keys are dotted paths: `trainer.steps=10`, `queues.0.slots=3` or, by domain,
 `queues.shop_desk.slots=3`. Values are TOML; a value that is not TOML is taken as text.
 """
 
-import difflib
 import re
 import tomllib
 from collections.abc import Sequence
@@ -12,13 +11,13 @@ from pathlib import PurePath
 from typing import Any, TypeAlias, TypeVar, get_args
 
 import msgspec
-from msgspec import inspect
 
 from forgemq_contracts.environments import environment_of
 from forgemq_contracts.run import FunctionName, RunConfiguration
 from forgemq_contracts.run_changes import check_changes
 from forgemq_contracts.run_rules import check
-from forgemq_settings.fixed_words import alternatives, fixed_words
+from forgemq_launcher.core.known_keys import kinds_of, meant, unknown_key
+from forgemq_settings.fixed_words import fixed_words
 
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<field>.*?)`(?: - at `(?P<path>.*)`)?$")
 _RULE = re.compile(r"^(?P<rule>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)
@@ -78,6 +77,9 @@ def configuration(values: Document, *, run: str, folder: PurePath) -> RunConfigu
         parsed = msgspec.convert(
             {**_with_agents_outside(values), "run": run}, RunConfiguration, strict=True
         )
+        # Structs that records have too pass over fields of a later release.
+        if unknown := unknown_key(values):
+            raise ConfigurationError(f"{unknown}: no such key{meant(unknown)}")
         check(parsed)
     except msgspec.ValidationError as error:
         raise ConfigurationError(_explained(str(error))) from error
@@ -218,8 +220,7 @@ def _explained(text: str) -> str:
     unknown = _UNKNOWN.match(text)
     if unknown:
         key = _dotted(unknown["path"] or "$", unknown["field"])
-        near = difflib.get_close_matches(unknown["field"], _known_fields(), n=1)
-        return f"{key}: no such key" + (f"; did you mean {near[0]}?" if near else "")
+        return f"{key}: no such key{meant(key)}"
     missing = re.match(r"^Object missing required field `(.*?)`(?: - at `(.*)`)?$", text)
     if missing:
         return f"{_dotted(missing[2] or '$', missing[1])}: must be given"
@@ -239,23 +240,4 @@ def _dotted(path: str, *fields: str) -> str:
 
 def _words_of(key: str) -> tuple[str, ...]:
     """The fixed words that a key may have; () if it may have others."""
-    kinds = [inspect.type_info(RunConfiguration)]
-    for part in key.split("."):
-        kinds = [
-            inner for kind in kinds for each in alternatives(kind) for inner in _in(each, part)
-        ]
-    return tuple(word for kind in kinds for word in fixed_words(kind))
-
-
-def _in(kind: inspect.Type, part: str) -> list[inspect.Type]:
-    """The type of the field, or of the element, of this name; [] if there is none."""
-    if isinstance(kind, inspect.StructType):
-        return [each.type for each in kind.fields if each.encode_name == part]
-    return [kind.item_type] if isinstance(kind, inspect.VarTupleType | inspect.ListType) else []
-
-
-def _known_fields() -> list[str]:
-    schema = msgspec.json.schema(RunConfiguration)
-    return sorted(
-        {name for each in schema["$defs"].values() for name in each.get("properties", ())}
-    )
+    return tuple(word for kind in kinds_of(key) for word in fixed_words(kind))
