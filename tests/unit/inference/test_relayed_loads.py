@@ -178,11 +178,20 @@ async def test_what_was_relayed_to_an_older_epoch_is_not_waited_for(
     assert loaded.duration_s < 30
 
 
-async def test_a_host_that_is_no_address_of_this_machine_is_named(base: Path) -> None:
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("192.0.2.1", "cannot listen at 192.0.2.1"),
+        ("0.0.0.0", "0.0.0.0 stands for every address"),
+    ],
+)
+async def test_a_host_at_which_others_cannot_reach_the_process_is_named(
+    base: Path, host: str, reason: str
+) -> None:
     with pytest.raises(ExceptionGroup) as caught:
-        async with serving_scene(base, StandInEngine(Speed()), host="192.0.2.1"):
+        async with serving_scene(base, StandInEngine(Speed()), host=host):
             await asyncio.sleep(1)
-    assert caught.group_contains(SettingsError, match="FORGEMQ_INFERENCE_HOST")
+    assert caught.group_contains(SettingsError, match=f"FORGEMQ_INFERENCE_HOST: {reason}")
 
 
 def test_records_without_a_relay_are_read_and_written_as_before() -> None:

@@ -40,6 +40,8 @@ PRODUCES = (
     topics.REPORTED_ENGINES,
 )
 
+_ANY_ADDRESS = ("0.0.0.0", "::")
+
 
 async def main(context: Context) -> None:
     """Serve one lane until the service is stopped, or the lane is removed.
@@ -67,6 +69,11 @@ async def main(context: Context) -> None:
 
 
 def _listen(context: Context, settings: InferenceSettings, cache: Path) -> RelayedWeights:
+    if settings.host in _ANY_ADDRESS:
+        raise SettingsError(
+            f"FORGEMQ_INFERENCE_HOST: {settings.host} stands for every address of this machine; "
+            "heartbeats give it to the trainer and the other lanes, so name the one they reach"
+        )
     try:
         return RelayedWeights(
             # Lanes of one machine may share a cache; what a lane gets is its own.
