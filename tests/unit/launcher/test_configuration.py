@@ -1,9 +1,13 @@
 """The configuration from a run's file and overrides, and the errors that name a key."""
 
+import json
+import re
 from pathlib import PurePath
 
+import msgspec
 import pytest
 
+from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.core.configuration import (
     ConfigurationError,
     changed,
@@ -12,6 +16,7 @@ from forgemq_launcher.core.configuration import (
     name_of,
     next_run,
 )
+from forgemq_launcher.core.pattern_words import has_words
 
 FILE = """
 run = "desk"
@@ -105,6 +110,12 @@ def test_a_value_that_is_no_toml_is_text():
         ("steps", "'steps': an override is written key=value"),
         ("queues.0.agent=my_agent", "queues.0.agent: must be module:function"),
         ("queues.0.outcome=my rewards:outcome", "queues.0.outcome: must be module:function"),
+        ("queues.0.domain=Shop Desk", "queues.0.domain: must be 1 to 40 of a-z, 0-9 and _"),
+        (
+            'queues.0.curriculum={sampler="best"}',
+            "queues.0.curriculum.sampler: must be success_band, age, hardest_first or "
+            "module:function",
+        ),
         (
             "model.dtype=float16",
             "model.dtype: Invalid enum value 'float16'; must be one of bfloat16, float32",
@@ -118,6 +129,13 @@ def test_a_value_that_is_no_toml_is_text():
 )
 def test_a_wrong_override_is_refused_by_the_name_of_its_key(override, expected):
     assert refusal(override) == expected
+
+
+def test_every_regular_expression_of_the_file_is_said_in_words():
+    text = msgspec.json.encode(msgspec.json.schema(RunConfiguration)).decode()
+    patterns = {json.loads(each) for each in re.findall(r'"pattern":("(?:[^"\\\\]|\\\\.)*")', text)}
+    assert len(patterns) >= 6
+    assert [each for each in patterns if not has_words(each)] == []
 
 
 def test_combinations_that_cannot_work_are_refused_by_the_contract():

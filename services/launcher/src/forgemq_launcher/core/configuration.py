@@ -8,15 +8,16 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Any, TypeAlias, TypeVar, get_args
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from forgemq_contracts.environments import environment_of
-from forgemq_contracts.run import FunctionName, RunConfiguration
+from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.run_changes import check_changes
 from forgemq_contracts.run_rules import check
 from forgemq_launcher.core.known_keys import kinds_of, meant, unknown_key
+from forgemq_launcher.core.pattern_words import in_words
 from forgemq_settings.fixed_words import fixed_words
 
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<field>.*?)`(?: - at `(?P<path>.*)`)?$")
@@ -25,8 +26,6 @@ _RULE = re.compile(r"^(?P<rule>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)
 NAME_CHARACTERS_MAX = 32
 """Of a name that begins run ids, which have 40: the rest is for `-eval` and the run's number."""
 _NAME = re.compile(rf"[a-z0-9-]{{1,{NAME_CHARACTERS_MAX}}}")
-_NO_FUNCTION = f"Expected `str` matching regex {get_args(FunctionName)[1].pattern!r}"
-"""What msgspec says of a text that names no function."""
 
 Document: TypeAlias = dict[str, Any]
 """A TOML document, unchecked; `configuration` checks it against RunConfiguration."""
@@ -227,7 +226,7 @@ def _explained(text: str) -> str:
     rule = _RULE.match(text)
     if rule and rule["path"]:
         key = _dotted(rule["path"])
-        said = "must be module:function" if rule["rule"] == _NO_FUNCTION else rule["rule"]
+        said = in_words(rule["rule"])
         words = _words_of(key) if said.startswith("Invalid enum value") else ()
         return f"{key}: {said}" + (f"; must be one of {', '.join(words)}" if words else "")
     return text
