@@ -241,9 +241,18 @@ async def test_an_end_by_what_the_policy_wrote_is_scored_also_if_a_reward_functi
             "ToolCallError, by TypeError",
         ),
         (lambda: single_turn(right, broken), said_five, "broken raised LookupError: no such"),
-        (lambda: single_turn(not_finite), said_five, "reward must be within 1e12 of 0, got nan"),
+        (
+            lambda: single_turn(not_finite),
+            said_five,
+            "not_finite raised ValueError: must return a finite number, got nan",
+        ),
+        (
+            lambda: single_turn(right, weights=[1e13]),
+            lambda: said("4"),
+            "reward must be within 1e12 of 0, got 10000000000000.0",
+        ),
     ],
-    ids=["refused", "environment", "sandbox", "tool", "reward_function", "not_finite"],
+    ids=["refused", "environment", "sandbox", "tool", "reward_function", "not_finite", "too_large"],
 )
 async def test_what_the_policy_did_not_cause_masks_the_episode(
     memory_gateway, make, answer, detail
@@ -254,11 +263,12 @@ async def test_what_the_policy_did_not_cause_masks_the_episode(
     assert episode.rewards == ()
 
 
-async def test_a_metric_may_fail_since_it_moves_no_reward(memory_gateway):
-    environment = single_turn(right, broken, weights=[1.0, 0.0])
+@pytest.mark.parametrize("metric", [broken, not_finite])
+async def test_a_metric_may_fail_since_it_moves_no_reward(memory_gateway, metric):
+    environment = single_turn(right, metric, weights=[1.0, 0.0])
     episode = await played(memory_gateway, environment, said("4"))
     assert episode.rewards == (("outcome", 1.0),)
-    assert episode.result["metrics"]["broken"] == 0.0
+    assert episode.result["metrics"][metric.__name__] == 0.0
 
 
 async def test_failures_are_heard_from_the_rubric_of_a_grouped_environment(memory_gateway):

@@ -121,6 +121,7 @@ def test_a_queue_with_an_environment_has_its_agent_its_tasks_and_its_pool(module
         (NO_ENVIRONMENT, 0, "must return a verifiers.Environment, got SimpleNamespace"),
         (SOUND.replace('"Add."', "1 / 0"), 0, "Failed to load environment.*division by zero"),
         (SOUND.replace("right(completion, answer)", "right(completions)"), 0, "function right"),
+        (SOUND.replace('"Add."', "exit('no key')"), 0, "SystemExit: no key"),
         (SOUND, 1, "its eval_dataset has 0 rows, and evaluation.tasks is 1"),
         (LEAKS, 2, r"1 of the 2 rows of its eval_dataset are among .*; the first is row 1.*2 \+ 2"),
         (

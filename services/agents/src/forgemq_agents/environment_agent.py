@@ -51,7 +51,7 @@ def load(name: str) -> "EnvironmentAgent":
     with _kept_signal_handlers():
         try:
             environment = verifiers.load_environment(name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # Whatever the user's environment raises; verifiers hides it behind an error of its own.
             raise UnplayableError(_chain(error)) from error
     if not isinstance(environment, verifiers.Environment):

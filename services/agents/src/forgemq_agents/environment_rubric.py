@@ -2,11 +2,13 @@
 
 A rubric of `verifiers` counts a reward function that raises as 0 and logs it. Here a failure of the
 machinery is never a reward of zero, so the functions that weigh are wrapped, and what they raised
-is returned. A function with weight 0 is a metric: it moves no reward, and may fail.
+is returned. A function with weight 0 is a metric: it moves no reward, and may fail. No function may
+return NaN or an infinity: even with weight 0 it would be the sum.
 """
 
 import functools
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -31,10 +33,10 @@ async def score(rubric: Any, state: Any) -> list[str]:  # noqa: ANN401 - verifie
 
 
 def note_failures(rubric: Any) -> None:  # noqa: ANN401 - as above
-    """Wrap the functions of a rubric that weigh, so that `score` returns what they raise."""
+    """Wrap the functions of a rubric, so that `score` returns what those that weigh raise."""
     for each in rubrics_in(rubric):
         each.funcs = [
-            _noted(function) if weight else function
+            _noted(function, weighs=bool(weight))
             for function, weight in zip(each.funcs, each.weights, strict=True)
         ]
 
@@ -73,20 +75,26 @@ def rubrics_in(rubric: Any) -> Iterator[Any]:  # noqa: ANN401 - as above
         yield from rubrics_in(each)
 
 
-def _noted(function: Callable[..., Any]) -> Callable[..., Awaitable[float]]:
+def _noted(function: Callable[..., Any], *, weighs: bool) -> Callable[..., Awaitable[float]]:
     # `wraps` keeps name and signature: a rubric calls a function with what its parameters name.
     @functools.wraps(function)
     async def noted(*arguments: object, **named: object) -> float:
         try:
             value = function(*arguments, **named)
-            return float(await value if inspect.isawaitable(value) else value)
+            return _finite(float(await value if inspect.isawaitable(value) else value))
         except Exception as error:  # A user's function may raise anything; the rubric catches it.
             failures = _failures.get()
-            if failures is not None:
+            if weighs and failures is not None:
                 failures.append(f"{_name(function)} raised {type(error).__name__}: {error}")
             raise
 
     return noted
+
+
+def _finite(number: float) -> float:
+    if not math.isfinite(number):
+        raise ValueError(f"must return a finite number, got {number}")
+    return number
 
 
 def _name(function: Callable[..., Any]) -> str:
