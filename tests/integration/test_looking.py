@@ -17,14 +17,22 @@ from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.kafka_removal import RunOnBroker, kafka_removal
 from forgemq_bus.kept_records import message_of, read_all
 from forgemq_bus.log import Emit, Place
-from forgemq_contracts.messages import Output
+from forgemq_contracts.messages import Message, Output
+from forgemq_contracts.partitions import group_partition
 from forgemq_contracts.run import EndedRun
-from forgemq_contracts.topics import ENDED_RUNS, RETIRED_GROUPS
+from forgemq_contracts.topics import (
+    ADMITTED_GROUPS,
+    ENDED_RUNS,
+    REQUESTED_GROUPS,
+    RETIRED_GROUPS,
+)
 from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.commands.ending import wait_until_left
 from forgemq_launcher.records.run_topics import create_topics, write_end, write_start
 from forgemq_launcher.run_folder import RunFolder
+from forgemq_run_view.shown_groups import UNTRAINED_SHOWN_MAX
 from forgemq_shell.records import emit_of
+from tests.unit.run_view.imported import imports
 from tests.unit.run_view.synthetic import SyntheticRun, started
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -111,6 +119,23 @@ def test_a_sound_run_is_audited_listed_and_inspected_from_its_log(put, tool, run
     assert status == 0
     assert run_id in printed
     assert "?/3" in printed
+
+
+def test_a_group_that_is_older_than_those_that_a_list_shows_is_inspected(put, tool, run_id):
+    partitions = started().configuration.log.group_partitions
+    oldest, by_queue = "i-0", (REQUESTED_GROUPS.name, ADMITTED_GROUPS.name)
+
+    def emit(message: Message) -> Emit:
+        partition = group_partition(message.record.group_id, partitions=partitions)
+        partition = 0 if message.topic in by_queue else partition
+        output = Output(topic=message.topic, partition=partition, record=message.record)
+        return emit_of(output)
+
+    put(*map(emit, imports(UNTRAINED_SHOWN_MAX + 1, outcomes=0)))
+    status, printed = tool("inspect", run_id, oldest)
+    assert (status, "user (imported)\n2 + 2?\n" in printed) == (0, True)
+    said = f"there is no turn of '{oldest}.7'; its group has turns of {oldest}.0.0\n"
+    assert tool("inspect", run_id, f"{oldest}.7") == (1, said)
 
 
 def test_a_guarantee_that_is_broken_and_a_dead_letter_are_shown_by_status_one(put, tool, run_id):

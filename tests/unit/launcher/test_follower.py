@@ -25,7 +25,7 @@ from forgemq_contracts.topics import (
     Topic,
 )
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
-from forgemq_launcher.commands.inspection import print_groups
+from forgemq_launcher.commands.inspection import GROUPS_SHOWN_MAX, print_groups
 from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.headlines import headlines
 from forgemq_launcher.display.panel import PanelView, ShownService, line, panel
@@ -38,6 +38,7 @@ from forgemq_run_view.state import RunState
 from forgemq_run_view.view import RunView
 from forgemq_shell.records import emit_of
 from forgemq_telemetry.curves import read_curves
+from tests.unit.run_view.imported import imports
 from tests.unit.run_view.synthetic import DOMAIN, SyntheticRun, configuration, started
 
 SHOWN = PanelView(
@@ -347,3 +348,15 @@ def test_the_list_of_groups_cuts_nothing_in_80_columns():
         name for name in (*names, "g-0000000000000007", "zero_variance") if name not in printed
     ] == []
     assert "\u2026" not in printed
+    assert "older groups" not in printed
+
+
+def test_the_list_of_groups_says_that_it_leaves_older_ones_out():
+    follower = Follower(MemoryLog(run="r"), started())
+    for message in imports(GROUPS_SHOWN_MAX // 4 + 1, outcomes=0):
+        follower.view.apply(message)
+    console = Console(file=io.StringIO(), width=80)
+    print_groups(follower, console)
+    printed = console.file.getvalue()
+    assert ("i-0 " in printed, "i-1 " in printed) == (False, True)
+    assert printed.endswith("older groups are not listed; with the id of one inspect shows it\n")

@@ -11,7 +11,7 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 from forgemq_audit.run_report import audit_run
-from forgemq_bus.kept_records import message_of, messages_of, read_all, read_at, read_from
+from forgemq_bus.kept_records import messages_of, read_all, read_from
 from forgemq_bus.log import Log, Place, Record
 from forgemq_bus.partitions import dead_letters_of
 from forgemq_bus.payloads import BLOB_HEADERS, reference_of
@@ -27,6 +27,7 @@ from forgemq_launcher.display.fork_table import fork_table
 from forgemq_launcher.display.lines import left_out, say, show
 from forgemq_launcher.display.report_files import closing, write_report
 from forgemq_launcher.records.follower import Follower
+from forgemq_launcher.records.shown_records import shown_records
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_run_view.report import Report
 from forgemq_run_view.rewards import EpisodeReward, TurnReward
@@ -99,19 +100,20 @@ async def inspect(
         raise ConfigurationError("--requests: name a GROUP or an EPISODE behind RUN")
     async with run_on_broker(folder, environ) as (log, started):
         follower = Follower(log, started, without_blobs=lambda error: say(console, left_out(error)))
-        await follower.catch_up()
         if what is None:
+            await follower.catch_up()
             print_groups(follower, console)
             print_forks(follower.view.state(now_ms=started.started_ms), console)
             return exit_status.OK
         group_id = what.split(".", maxsplit=1)[0]
-        offsets = follower.view.record_offsets(group_id)
-        records = await read_at(log, ((Place(topic, p), offset) for topic, p, offset in offsets))
-        messages = [message_of(record) for record in records]
+        partitions = started.configuration.log.group_partitions
+        messages = await shown_records(log, group_id, partitions=partitions)
+        if not messages:
+            await follower.catch_up()
     kept = trajectories(messages)
     found = [each for each in kept if _is_of(each.episode_id, what=what)]
     if not found:
-        is_known = follower.view.knows(group_id)
+        is_known = bool(messages) or follower.view.knows(group_id)
         say(console, absence(what, is_known=is_known, kept=[each.episode_id for each in kept]))
         return exit_status.FAILED
     if as_requests:
@@ -206,7 +208,8 @@ def print_groups(follower: Follower, console: Console) -> None:
         show_edge=False,
         pad_edge=False,
     )
-    for row in reversed(follower.view.rows(rows_max=GROUPS_SHOWN_MAX)):
+    rows = follower.view.rows(rows_max=GROUPS_SHOWN_MAX)
+    for row in reversed(rows):
         shown.add_row(
             row.group_id,
             _place_of(row),
@@ -217,6 +220,8 @@ def print_groups(follower: Follower, console: Console) -> None:
             "-" if row.success is None else f"{row.success:.2f}",
         )
     show(console, shown)
+    if follower.state().groups_admitted > len(rows):
+        say(console, "older groups are not listed; with the id of one inspect shows it")
 
 
 def _place_of(row: GroupRow) -> str:
