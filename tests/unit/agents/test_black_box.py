@@ -102,6 +102,7 @@ async def test_a_program_says_in_its_result_which_limit_ended_the_episode(episod
         (3, "", "declared", {"output": "no luck\n"}),
         (3, '{"n": 1}', "declared", {"n": 1}),
         (3, '{"n": ', "declared", {}),
+        (3, '{"n": "\udcff"}', "declared", {}),
         (3, '{"n": 1, "truncated_by": "out_of_time"}', "out_of_time", {"n": 1}),
         (1, '{"n": 1, "truncated_by": "declared"}', "declared", {"n": 1}),
     ],
@@ -109,7 +110,8 @@ async def test_a_program_says_in_its_result_which_limit_ended_the_episode(episod
 async def test_a_program_that_fails_says_that_the_policy_was_why(
     episode, status, written, cause, result
 ):
-    program = f"open('{{result_file}}', 'w').write({written!r})\n" if written else ""
+    opened = "open('{result_file}', 'w', errors='surrogateescape')"  # Also bytes that are no UTF-8.
+    program = f"{opened}.write({written!r})\n" if written else ""
     program += f"print('no luck')\nraise SystemExit({status})"
     command = (sys.executable, "-c", program)
     with pytest.raises(PolicyFailedError, match=f"status {status}: no luck"):

@@ -202,6 +202,13 @@ async def test_an_admin_path_without_the_admin_key_is_answered_here_alone(model:
     assert (len(scene.served), len(scene.owner.heads)) == (3, 1)
 
 
+@pytest.mark.parametrize("body", [b'{"domain": "\xff", "idempotency_key": "k"}', b"[" * 100_000])
+async def test_a_request_for_a_group_that_names_none_is_refused_here(model: Path, body) -> None:
+    async with scene_of(model) as scene:
+        await scene.ask("/v1/groups", key=ADMIN_KEY, body=body)
+    assert (len(scene.served), scene.owner.heads) == (1, [])
+
+
 async def test_keys_that_only_the_owner_can_check_take_no_place_from_those_of_agents(
     model: Path,
 ) -> None:

@@ -249,7 +249,7 @@ def _result(path: Path, output: bytes) -> object:
         return {"output": output.decode(errors="replace")}
     try:
         return msgspec.json.decode(written)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise AgentFailedError(f"its result is not JSON: {error}") from error
 
 

@@ -191,7 +191,7 @@ class Passing:
         """The group that this body asks for; None if it is wrong, which the route will say."""
         try:
             named = msgspec.json.decode(body, type=_Named)
-        except (msgspec.DecodeError, RecursionError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
         return group_id(run=self._run, domain=named.domain, idempotency_key=named.idempotency_key)
 
