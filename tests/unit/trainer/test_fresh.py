@@ -11,9 +11,9 @@ import pytest
 
 from forgemq_bus.log import Emit
 from forgemq_contracts import topics
-from forgemq_contracts.completions import FinishedCompletion, TurnPart, WeightSpan
+from forgemq_contracts.completions import FinishedCompletion, TopTokens, TurnPart, WeightSpan
 from forgemq_contracts.trees import MergedTree
-from forgemq_trainer.core.fresh import TREES_MAX, FreshCompletions, HeldWeights
+from forgemq_trainer.core.fresh import OBJECT_BYTES, TREES_MAX, FreshCompletions, HeldWeights
 from forgemq_trainer.core.tree import read_tree
 from tests.unit.trainer.bench import memory_bench
 from tests.unit.trainer.scene import agent_samples, merge, scheduled_step
@@ -51,7 +51,7 @@ FORK = _completion(2, _ids(9), _ids(10), parent_id=SECOND.request_id, shared_pre
 """Keeps only the first token that the root sampled, and nothing of its parent's own."""
 
 
-def _fresh(*completions: FinishedCompletion, bytes_max: int = 10_000) -> FreshCompletions:
+def _fresh(*completions: FinishedCompletion, bytes_max: int = 1_000_000) -> FreshCompletions:
     fresh = FreshCompletions(bytes_max=bytes_max)
     for completion in completions:
         fresh.observe(completion)
@@ -103,7 +103,7 @@ def test_what_cannot_be_compared_is_not_probed(change: dict[str, object]) -> Non
 
 def test_a_chain_with_a_missing_ancestor_is_not_probed() -> None:
     assert _fresh(SECOND).trees(HeldWeights(2, 3), but=NOTHING) == ()
-    kept = _fresh(ROOT, SECOND, FORK, bytes_max=45)
+    kept = _fresh(ROOT, SECOND, FORK, bytes_max=2 * OBJECT_BYTES + 45)
     assert kept.trees(HeldWeights(2, 3), but=NOTHING) == ()
 
 
@@ -148,6 +148,26 @@ def test_messages_and_tools_of_the_kept_completions_take_no_memory() -> None:
     tracemalloc.stop()
     assert len(fresh.trees(HeldWeights(2, 3), but=NOTHING)) == 20
     assert held_bytes < 4_000_000
+
+
+@pytest.mark.parametrize("top_tokens", [0, 20])
+def test_many_small_completions_stay_within_the_bound(top_tokens: int) -> None:
+    """Of ten tokens each, whose ids and numbers are larger, as are likeliest tokens beside them."""
+    tops = _ids(*range(10 * top_tokens))
+    asked = TopTokens(ids=tops, logprobs=tops) if top_tokens else None
+    values = [
+        topics.encode(_completion(number, _ids(1), _ids(*range(10)), top_tokens=asked))
+        for number in range(3000)
+    ]
+    fresh = FreshCompletions(bytes_max=1_000_000)
+    tracemalloc.start()
+    for value in values:
+        completion = topics.decode(topics.FINISHED_COMPLETIONS, value)
+        assert isinstance(completion, FinishedCompletion)
+        fresh.observe(completion)
+    held_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held_bytes < 1_200_000
 
 
 async def test_a_run_probes_what_its_weights_have_just_sampled(tmp_path: Path) -> None:

@@ -26,8 +26,13 @@ TREES_MAX = 64
 """Completions given to one probe: enough to fill the budget of a small step; in a large one each
 has thousands of tokens."""
 
+OBJECT_BYTES = 800
+"""Memory of a kept completion beside its arrays: identifiers, numbers and spans. Of completions of
+60 tokens that is more than their tokens and log-probabilities."""
+
 _NO_TURN = TurnPart(sequence=0, protocol="chat_completions", body_digest="")
-"""In place of a kept completion's messages and tools, which may be larger than all its tokens."""
+"""In place of a kept completion's messages and tools, which may be larger than all its tokens, as
+may the likeliest tokens that a client asked for."""
 
 OTHER_VERSION = -1
 """Stands in a probe's tree for every version but the wanted one of the wanted lineage."""
@@ -52,7 +57,9 @@ class FreshCompletions:
         """Keep a completion; of several of one request the first one counts."""
         if not is_candidate(completion) or completion.request_id in self._by_id:
             return
-        completion = msgspec.structs.replace(completion, turn=_NO_TURN)
+        completion = msgspec.structs.replace(
+            completion, turn=_NO_TURN, top_tokens=None, teacher_logprobs=b""
+        )
         self._by_id[completion.request_id] = completion
         self._bytes += _size(completion)
         while self._bytes > self._bytes_max:
@@ -102,7 +109,8 @@ class _ChainLink(NamedTuple):
 
 def _size(completion: FinishedCompletion) -> int:
     return (
-        len(completion.context)
+        OBJECT_BYTES
+        + len(completion.context)
         + len(completion.output)
         + len(completion.logprobs)
         + len(completion.routes)
