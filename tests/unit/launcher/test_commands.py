@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from forgemq_contracts.run import RunConfiguration
-from forgemq_launcher.command_line import resume_command, run_tool
+from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.commands.creation import blobs_address
 from forgemq_launcher.core.configuration import next_run
 from forgemq_launcher.records.evaluation import DomainEvaluation
@@ -393,17 +393,3 @@ def test_the_version_is_that_of_the_distribution(tool, capsys):
     with pytest.raises(SystemExit, match="0"):
         tool("--version")
     assert capsys.readouterr().out == f"forgemq {version('forgemq-launcher')}\n"
-
-
-@pytest.mark.parametrize(
-    ("called", "program"),
-    [
-        (".venv/bin/forgemq", ".venv/bin/forgemq"),
-        ("/opt/my venv/bin/forgemq", "'/opt/my venv/bin/forgemq'"),
-        ("/opt/lib/forgemq_launcher/__main__.py", "forgemq"),
-    ],
-)
-def test_a_run_is_continued_by_the_command_and_the_file_that_started_it(called, program):
-    assert resume_command(called, file=Path("my_run.toml"), run="sums-1") == (
-        f"{program} run my_run.toml --resume sums-1"
-    )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from forgemq_launcher.command_line import run_tool
+from forgemq_launcher.command_line import resume_command, run_tool
 from forgemq_launcher.commands.inspection import absence
 from forgemq_launcher.commands.service_process import print_service
 
@@ -61,4 +61,18 @@ def test_an_output_that_cannot_be_written_is_one_line_and_no_traceback(tmp_path)
     assert (done.returncode, done.stderr) == (
         1,
         "forgemq: [Errno 28] No space left on device\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("called", "program"),
+    [
+        (".venv/bin/forgemq", ".venv/bin/forgemq"),
+        ("/opt/my venv/bin/forgemq", "'/opt/my venv/bin/forgemq'"),
+        ("/opt/lib/forgemq_launcher/__main__.py", "forgemq"),
+    ],
+)
+def test_a_run_is_continued_by_the_command_and_the_file_that_started_it(called, program):
+    assert resume_command(called, file=Path("my_run.toml"), run="sums-1") == (
+        f"{program} run my_run.toml --resume sums-1"
     )
