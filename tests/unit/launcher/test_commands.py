@@ -53,10 +53,7 @@ def model(tmp_path) -> Path:
         ("model.path=nowhere", "nowhere has no config.json"),
         ("speculation.head=nowhere", "nowhere has no config.json; `forgemq new-head` writes"),
         (f"speculation.head={DEMO / 'model'}", "model has no LlamaForCausalLMEagle"),
-        (
-            "model.renderer=qwen99",
-            "model.renderer: No renderer config registered for name='qwen99'",
-        ),
+        ("model.renderer=qwen99", "model.renderer: No renderer config registered for name='qwen"),
     ],
 )
 def test_a_run_that_cannot_work_is_refused_by_name_and_leaves_nothing(
@@ -82,19 +79,10 @@ def test_a_run_that_cannot_work_is_refused_by_name_and_leaves_nothing(
         (lambda m: (m / "config.json").write_text("{"), "config.json: Input data was truncated"),
         (lambda m: (m / "tokenizer.json").unlink(), "has no tokenizer (tokenizer.json)"),
         (lambda m: (m / "model.safetensors").unlink(), "has no weights (*.safetensors)"),
-        (
-            lambda m: (m / "tokenizer.json").rename(m / "tokenizer.model"),
-            "tokenizer.json is missing: the gateway needs the fast tokenizer's file",
-        ),
+        (lambda m: (m / "tokenizer.json").rename(m / "tokenizer.model"), "json is missing: the"),
         (lambda m: (m / "tokenizer.json").write_text("{"), "tokenizer.json: EOF while parsing"),
-        (
-            lambda m: (m / "chat_template.jinja").write_text("{% for %}"),
-            "the chat template: Expected",
-        ),
-        (
-            lambda m: (m / "tokenizer_config.json").write_text("[]"),
-            "tokenizer_config.json must hold a JSON object",
-        ),
+        (lambda m: (m / "chat_template.jinja").write_text("{% for %}"), "chat template: Expected"),
+        (lambda m: (m / "tokenizer_config.json").write_text("[]"), "must hold a JSON object"),
     ],
 )
 def test_a_folder_without_a_model_that_trains_is_refused(tool, model, spoil, expected):
