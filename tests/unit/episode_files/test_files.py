@@ -86,7 +86,9 @@ MESSAGES = st.fixed_dictionaries(
         "tool_calls": st.none() | st.lists(CALLS, max_size=2),
         "tool_call_id": TEXTS,
         "name": TEXTS,
-        "x": st.integers(-(2**40), 2**40) | st.booleans() | st.floats(allow_nan=False, width=32),
+        "x": st.integers(-(2**40), 2**40)
+        | st.booleans()
+        | st.floats(allow_nan=False, allow_infinity=False, width=32),
     },
 )
 
