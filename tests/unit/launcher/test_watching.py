@@ -73,6 +73,20 @@ async def test_the_plain_line_says_how_far_a_round_is_that_is_being_played() -> 
     assert shown.endswith(" saving 0.0x; sampled v0: 3 of 8 played; sampled: 0 of 8 played")
 
 
+@pytest.mark.parametrize(("equal", "expected"), [(2, False), (3, True)])
+async def test_the_plain_line_says_if_most_groups_have_equal_returns(
+    equal: int, expected: bool
+) -> None:
+    run = SyntheticRun().play(steps=1)
+    for index in range(2, 2 + equal):
+        run.generate(index, version=1)
+        run.retire(f"g-{index}", reason="zero_variance")
+    follower = Follower(await log_of(run), started())
+    await follower.catch_up()
+    shown = line(follower.state())
+    assert ("3 groups had equal returns, 2 trained" in shown) is expected
+
+
 @pytest.mark.slow
 async def test_a_run_that_goes_on_is_followed_to_its_end_and_what_is_old_is_not_told_again() -> (
     None

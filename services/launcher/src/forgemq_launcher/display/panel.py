@@ -81,8 +81,15 @@ def line(state: RunState, *, is_judging: bool = False) -> str:
         f"step {state.steps_trained}/{state.steps} {success}"
         f"tokens/s {state.tokens_per_s:.0f} staleness {state.staleness_max}/{bound} "
         f"in flight {state.groups_open} saving {state.merge_ratio_per_request:.1f}x"
-        f"{rounds}{_stalled(state)}"
+        f"{_untrained(state)}{rounds}{_stalled(state)}"
     )
+
+
+def _untrained(state: RunState) -> str:
+    """That most groups have equal returns; a run may play such groups without end or error."""
+    groups = {each.reason: each.groups for each in state.retired}
+    equal, trained = groups.get("zero_variance", 0), groups.get("trained", 0)
+    return f"; {equal} groups had equal returns, {trained} trained" if equal > trained else ""
 
 
 def _stalled(state: RunState) -> str:
