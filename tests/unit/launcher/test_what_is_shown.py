@@ -48,11 +48,13 @@ def test_why_there_is_no_turn_to_show(is_known, kept, said):
 
 
 @pytest.mark.slow
-def test_an_output_that_cannot_be_written_is_one_line_and_no_traceback(tmp_path):
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_output_that_cannot_be_written_is_one_line_and_no_traceback(tmp_path, unbuffered):
+    environ = {"FORGEMQ_LAUNCHER_RUNS": str(tmp_path), "PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             [sys.executable, "-m", "forgemq_launcher", "runs"],
-            env={**os.environ, "FORGEMQ_LAUNCHER_RUNS": str(tmp_path)},
+            env={**os.environ, **environ},
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

@@ -57,6 +57,8 @@ def main() -> None:
     try:
         status = run_tool(sys.argv[1:], environ=environ, console=Console())
     except OSError as error:  # The output itself cannot be written, as into a full disk.
+        # Else the interpreter tries once more as it ends, and makes the status 120.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(f"{PROGRAM}: {error}")
     sys.exit(status)
 
