@@ -193,17 +193,24 @@ def test_an_episode_that_ended_and_was_not_scored_breaks_g2(run):
     assert verdicts["G2"].violations == ("g-2 episode g-2.1.0 ended and has no score",)
 
 
+def with_last_episode(**changes):
+    """Changes the score of the second episode of g-2."""
+
+    def changed(scored):
+        if scored.group_id != "g-2":
+            return scored
+        kept, other = scored.episodes
+        other = msgspec.structs.replace(other, **changes)
+        return msgspec.structs.replace(scored, episodes=(kept, other))
+
+    return changed
+
+
 def test_a_masked_episode_loses_nothing(run):
     alone = SyntheticRun()
     alone.lost_before_scoring = frozenset({("g-2", 1, 0), ("g-2", 1, 1)})
 
-    def masked(scored):
-        if scored.group_id != "g-2":
-            return scored
-        kept, other = scored.episodes
-        other = msgspec.structs.replace(other, is_masked=True)
-        return msgspec.structs.replace(scored, episodes=(kept, other))
-
+    masked = with_last_episode(is_masked=True)
     assert broken(audited(alone.play(steps=3).changed(SCORED_GROUPS, masked))) == set()
 
 
@@ -214,13 +221,7 @@ def test_an_episode_that_a_limit_ended_loses_nothing_only_if_those_are_to_have_n
     alone = SyntheticRun()
     alone.lost_before_scoring = frozenset({("g-2", 1, 0), ("g-2", 1, 1)})
 
-    def cut(scored):
-        if scored.group_id != "g-2":
-            return scored
-        kept, other = scored.episodes
-        other = msgspec.structs.replace(other, truncated_by="context_full")
-        return msgspec.structs.replace(scored, episodes=(kept, other))
-
+    cut = with_last_episode(truncated_by="context_full")
     messages = alone.play(steps=3).changed(SCORED_GROUPS, cut)
     of = msgspec.structs.replace(configuration(), rewards=Rewards(truncated=truncated))
     assert broken(audited(messages, of=of)) == expected

@@ -16,7 +16,7 @@ from forgemq_launcher.core.configuration import (
     name_of,
     next_run,
 )
-from forgemq_launcher.core.pattern_words import has_words
+from forgemq_launcher.core.pattern_words import in_words
 
 FILE = """
 run = "desk"
@@ -135,7 +135,8 @@ def test_every_regular_expression_of_the_file_is_said_in_words():
     text = msgspec.json.encode(msgspec.json.schema(RunConfiguration)).decode()
     patterns = {json.loads(each) for each in re.findall(r'"pattern":("(?:[^"\\\\]|\\\\.)*")', text)}
     assert len(patterns) >= 6
-    assert [each for each in patterns if not has_words(each)] == []
+    rules = [f"Expected `str` matching regex {each!r}" for each in patterns]
+    assert [rule for rule in rules if in_words(rule) == rule] == []
 
 
 def test_combinations_that_cannot_work_are_refused_by_the_contract():

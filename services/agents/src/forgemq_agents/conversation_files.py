@@ -1,6 +1,5 @@
 """Files of finished conversations: JSON lines, or Parquet files of `forgemq export`."""
 
-from codecs import BOM_UTF8
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgspec
 from msgspec import Struct
 
+from forgemq_agents.byte_order_mark import skip_mark
 from forgemq_agents.core.conversations import LINE_BYTES_MAX, ConversationError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def entries(path: Path) -> Iterator[FileEntry]:
 def _lines(path: Path) -> Iterator[FileEntry]:
     """The lines that are not blank, with their numbers from 1."""
     with path.open("rb") as file:
-        file.seek(len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
+        skip_mark(file)
         for number, line in enumerate(iter(partial(_line, file), b""), start=1):
             if line.strip():
                 yield FileEntry(place=f"{path}:{number}", line=line.rstrip(b"\r\n"))

@@ -1,6 +1,5 @@
 """A task source over files: a task a line (JSONL) or a row (Parquet, Arrow)."""
 
-from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
@@ -9,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from forgemq_agents.byte_order_mark import skip_mark
 from forgemq_agents.core.task_order import order_of_pass
 from forgemq_agents.errors import TaskFileError
 from forgemq_agents.task_folder import FORMATS, FORMATS_NAMED, files_of
@@ -107,7 +107,7 @@ def _tasks(path: Path) -> list[Any]:
 def _lines(path: Path) -> Iterator[Any]:
     decoder = msgspec.json.Decoder()
     with path.open("rb") as file:
-        file.seek(len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
+        skip_mark(file)
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

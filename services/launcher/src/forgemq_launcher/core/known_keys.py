@@ -20,12 +20,12 @@ def meant(key: str) -> str:
         key: Dotted, with the number or the domain of an element: `queues.0.slot`.
     """
     *parents, field = key.split(".")
-    places = _places()
-    near = [_placed(key) for key in places.get(field, ())] or difflib.get_close_matches(
-        field, [name for kind in _at(parents) for name in _names(kind)], n=1
+    beside = [name for kind in _at(parents) for name in _names(kind)]
+    near = (
+        _placed(field)
+        or difflib.get_close_matches(field, beside, n=1)
+        or _placed(next(iter(difflib.get_close_matches(field, _places(), n=1)), ""))
     )
-    for name in () if near else difflib.get_close_matches(field, places, n=1):
-        near = [_placed(key) for key in places[name]]
     if not near or len(near) > _SUGGESTED_MAX:
         return ""
     return f"; did you mean {' or '.join(near)}?"
@@ -54,7 +54,7 @@ def _in(kind: inspect.Type, part: str) -> list[inspect.Type]:
     """The type of the field, or of the element, of this name; [] if there is none."""
     if isinstance(kind, inspect.StructType):
         return [each.type for each in kind.fields if each.encode_name == part]
-    return [kind.item_type] if isinstance(kind, inspect.VarTupleType | inspect.ListType) else []
+    return [kind.item_type] if isinstance(kind, inspect.VarTupleType) else []
 
 
 def _unknown(kind: inspect.Type, value: object, key: str) -> Iterator[str]:
@@ -87,13 +87,16 @@ def _places() -> dict[str, list[str]]:
     return found
 
 
-def _placed(key: str) -> str:
-    return key if "." in key else f"{key} at the top of the file"
+def _placed(name: str) -> list[str]:
+    """Where keys of this name belong; [] if there is none."""
+    return [
+        key if "." in key else f"{key} at the top of the file" for key in _places().get(name, ())
+    ]
 
 
 def _below(kind: inspect.Type, key: str) -> Iterator[str]:
     for each in alternatives(kind):
-        if isinstance(each, inspect.VarTupleType | inspect.ListType):
+        if isinstance(each, inspect.VarTupleType):
             yield from _below(each.item_type, f"{key}.N")
         elif isinstance(each, inspect.StructType):
             for field in each.fields:

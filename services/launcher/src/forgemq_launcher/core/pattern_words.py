@@ -22,8 +22,3 @@ def in_words(rule: str) -> str:
     if refused is None:
         return rule
     return next((words for each, words in _WORDS.items() if repr(each) == refused["pattern"]), rule)
-
-
-def has_words(pattern: str) -> bool:
-    """Whether this regular expression is known."""
-    return pattern in _WORDS
