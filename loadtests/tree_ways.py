@@ -241,8 +241,12 @@ def requests_to_time(
 
 
 def compilations() -> int:
-    """How often torch has compiled anything in this process so far."""
-    return int(counters["frames"]["total"])
+    """How many graphs torch has compiled in this process so far.
+
+    Frames would count functions without a tensor too: torch looks at whatever runs within a
+    compiled call, finalizers included.
+    """
+    return int(counters["stats"]["unique_graphs"])
 
 
 @dataclass(frozen=True, kw_only=True)
