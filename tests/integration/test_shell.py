@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from forgemq_bus.blobs import BlobStore
 from forgemq_bus.kafka import KafkaLog
 from forgemq_bus.log import Place
 from forgemq_contracts import topics
@@ -87,8 +88,13 @@ async def run(kafka_log: KafkaLog, kafka_bootstrap: str, tmp_path: Path) -> dict
         trainer=Trainer(steps=1),
         log=LogLayout(group_partitions=PARTITIONS),
     )
+    blobs = str(tmp_path / "blobs")
     started = StartedRun(
-        run=name, configuration=configuration, blobs=str(tmp_path / "blobs"), started_ms=1
+        run=name,
+        configuration=configuration,
+        blobs=blobs,
+        started_ms=1,
+        has_blob_folder=await BlobStore(blobs, run=name).make_folder(makes_address=True),
     )
     writer = await kafka_log.writer()
     await writer.write(emit_of(Output(topic=topics.STARTED_RUNS.name, partition=0, record=started)))
@@ -169,6 +175,24 @@ async def test_killed_and_started_again_a_service_writes_every_output_exactly_on
             assert await third.ended() == 0
     assert third.events()[-1]["event"] == "ended"
     assert "Traceback" not in third.path.read_text(encoding="utf-8")
+
+
+async def test_a_service_waits_at_its_start_for_a_blob_folder_that_is_not_mounted(
+    kafka_log: KafkaLog, run: dict, tmp_path: Path
+):
+    (tmp_path / "blobs").rename(tmp_path / "away")
+    (tmp_path / "blobs").mkdir()  # What a mount point is without its mount.
+    process = Process(tmp_path / "lines", **run)
+    with killed_at_the_end(process):
+        await process.until("blob_store_silent")
+        assert "started" not in [line["event"] for line in process.events()]
+        (tmp_path / "blobs").rmdir()
+        (tmp_path / "away").rename(tmp_path / "blobs")
+        await process.until("assigned")
+        process.process.send_signal(signal.SIGTERM)
+        assert await process.ended() == 0
+    (silent,) = [line for line in process.events() if line["event"] == "blob_store_silent"]
+    assert "is the blob store of the run mounted?" in silent["error"]
 
 
 async def test_a_collector_that_never_answers_neither_slows_nor_holds_a_service(

@@ -352,6 +352,9 @@ class StartedRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
         tuple[str, ...],
         Meta(description="What differs from the start before, as `name: before -> after`."),
     ] = ()
+    has_blob_folder: Annotated[
+        bool, Meta(description="The run's folder below a local `blobs` is made; no write makes it.")
+    ] = False
 
 
 class EndedRun(Struct, frozen=True, kw_only=True, omit_defaults=True):

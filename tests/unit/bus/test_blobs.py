@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -106,6 +107,64 @@ async def test_in_a_store_that_is_not_there_no_blob_counts_as_lost(tmp_path: Pat
     with pytest.raises(BlobError, match="mounted") as raised:
         await store_at(tmp_path / "elsewhere").get(reference)
     assert not isinstance(raised.value, LostBlobError)
+
+
+async def test_no_write_makes_the_folder_of_a_run_again(tmp_path: Path) -> None:
+    """As below the mount point of a folder that is not mounted: later reads would find a store."""
+    announcer = store_at(tmp_path / "here")
+    assert await announcer.make_folder(makes_address=True)
+    writer = BlobStore(str(tmp_path / "here"), run="r", has_folder=True)
+    reference = await writer.put(b"x")
+    (tmp_path / "here").rename(tmp_path / "away")
+    (tmp_path / "here").mkdir()
+    restarted = BlobStore(str(tmp_path / "here"), run="r", has_folder=True)
+    for store in (writer, restarted):
+        with pytest.raises(BlobError, match="mounted"):
+            await store.put(b"y")
+        with pytest.raises(BlobError, match="mounted"):
+            await store.check_folder()
+    assert stored_files(tmp_path / "here") == []
+    (tmp_path / "here").rmdir()
+    (tmp_path / "away").rename(tmp_path / "here")
+    await restarted.check_folder()
+    assert await restarted.get(await restarted.put(b"y")) == b"y"
+    assert await restarted.get(reference) == b"x"
+
+
+@pytest.mark.parametrize("last", ["read", "written"])
+async def test_a_store_in_which_there_was_a_blob_is_not_made_again(
+    tmp_path: Path, last: str
+) -> None:
+    """Also if nobody has made the folder of the run: its first writer did."""
+    store = store_at(tmp_path / "here")
+    await store.check_folder()
+    reference = await store.put(b"x")
+    if last == "read":
+        store = store_at(tmp_path / "here")
+        await store.get(reference)
+    (tmp_path / "here").rename(tmp_path / "away")
+    with pytest.raises(BlobError, match="mounted"):
+        await store.put(b"y")
+    assert not (tmp_path / "here").exists()
+
+
+async def test_the_folder_of_a_run_has_the_rights_of_the_address(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o2775)
+    assert await store_at(tmp_path / "shared").make_folder(makes_address=False)
+    for folder in ("shared/values", "shared/values/r"):
+        assert stat.S_IMODE((tmp_path / folder).stat().st_mode) == 0o2775
+
+
+async def test_where_the_address_is_not_reached_no_folder_is_made(tmp_path: Path) -> None:
+    assert not await store_at(tmp_path / "elsewhere").make_folder(makes_address=False)
+    assert not (tmp_path / "elsewhere").exists()
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(BlobError, match="cannot make"):
+        await store_at(tmp_path / "file").make_folder(makes_address=True)
+    in_memory = store_at("memory://objects")
+    assert not await in_memory.make_folder(makes_address=True)
+    await in_memory.check_folder()
 
 
 @pytest.mark.parametrize("uri", ["x", "../../20261118-1200/secret", "values/r/today/{sha256}"])

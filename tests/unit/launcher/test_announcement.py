@@ -1,8 +1,11 @@
 """What a start announces: where it continues, and what differs from the start before."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
+from forgemq_bus.errors import BlobError
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.messages import Output
 from forgemq_contracts.run import RunConfiguration, StartedRun
@@ -92,3 +95,39 @@ async def test_a_run_that_was_deleted_begins_anew_with_whatever_it_is_asked_for(
     started = await next_start(log, now, blobs="/b", now_ms=2)
     assert (started.configuration.seed, started.changes) == (WAS.seed + 1, ())
     assert await start_before(log, "r") == was
+
+
+@pytest.mark.parametrize(("plays_here", "is_mounted"), [(True, False), (False, True)])
+async def test_a_start_makes_the_folder_of_blobs_and_a_resume_does_not(
+    tmp_path: Path, plays_here: bool, is_mounted: bool
+) -> None:
+    if is_mounted:
+        (tmp_path / "blobs").mkdir()
+    log = MemoryLog(run="r")
+    await log.create_topics({STARTED_RUNS.name: 1})
+
+    async def start(now_ms: int) -> StartedRun:
+        return await next_start(
+            log, WAS, blobs=str(tmp_path / "blobs"), now_ms=now_ms, plays_here=plays_here
+        )
+
+    first = await start(1)
+    output = Output(topic=STARTED_RUNS.name, partition=0, record=first)
+    await (await log.writer()).write_all([emit_of(output)])
+    assert first.has_blob_folder
+    assert (tmp_path / "blobs/values/r").is_dir()
+    assert (await start(2)).has_blob_folder
+    (tmp_path / "blobs").rename(tmp_path / "away")
+    if plays_here:
+        with pytest.raises(BlobError, match="mounted"):
+            await start(3)
+    else:
+        assert (await start(3)).has_blob_folder
+    assert not (tmp_path / "blobs").exists()
+
+
+async def test_where_the_blobs_are_not_reached_a_start_says_so(tmp_path: Path) -> None:
+    log = MemoryLog(run="r")
+    await log.create_topics({STARTED_RUNS.name: 1})
+    started = await next_start(log, WAS, blobs=str(tmp_path / "blobs"), now_ms=1)
+    assert not started.has_blob_folder

@@ -2,6 +2,9 @@
 
     <address>/values/<run>/<minute of the write>/<sha256>
 
+A folder that is not mounted must not be taken for an empty store. So `make_folder` makes the folder
+of the run when the run is announced, and no write makes it again.
+
 The same bytes written in another minute are another blob. So a minute that is over gets no blob
 any more, and what no record points at can be deleted from it without a lock: no writer can be
 about to rely on it. `list_minutes`, `list_blobs` and `delete` are for that sweep alone.
@@ -9,9 +12,11 @@ about to rely on it. `list_minutes`, `list_blobs` and `delete` are for that swee
 
 import asyncio
 import calendar
+import contextlib
 import hashlib
 import os
 import re
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -48,27 +53,61 @@ class BlobStore:
         `reference = await BlobStore("s3://bucket/blobs", run="run-7").put(b"...")`.
     """
 
-    def __init__(self, uri: str, *, run: str, clock_s: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self,
+        uri: str,
+        *,
+        run: str,
+        has_folder: bool = False,
+        clock_s: Callable[[], float] | None = None,
+    ) -> None:
         """A store at an fsspec address, which several runs may share.
 
         Args:
             uri: A folder, `file://...`, `s3://bucket/prefix`.
             run: Only blobs of this run are found here.
+            has_folder: `make_folder` has made the run's folder; also true once this store has
+                written or read a blob. Without the folder a write is refused then.
             clock_s: Seconds since the Unix epoch; by default this machine's clock.
         """
         self._filesystem, root = fsspec.core.url_to_fs(uri)
         self._root = PurePosixPath(root, "values", run)
         self._is_local = "file" in self._filesystem.protocol
         self._errors = store_errors(self._filesystem)
+        self._has_folder = has_folder and self._is_local
         self._clock_s = clock_s or _wall_clock_s
         self.uri = uri.rstrip("/")
         self._uri = f"{self.uri}/values/{run}"
+
+    async def make_folder(self, *, makes_address: bool) -> bool:
+        """Make the folder of a new run, with the rights of the address.
+
+        Args:
+            makes_address: Make the address too. If False, the folder is made only if that can be
+                done here: this machine need not be one that reaches the blobs.
+
+        Returns:
+            Whether the run has a folder; False in an object store, which has none.
+
+        Raises:
+            BlobError: the folder cannot be made.
+        """
+        return await asyncio.to_thread(self._make_folder, makes_address)
+
+    async def check_folder(self) -> None:
+        """Return if the run's folder is there, or need not be.
+
+        Raises:
+            BlobError: it was made and is not there.
+        """
+        if self._has_folder:
+            await asyncio.to_thread(self._check_there)
 
     async def put(self, data: bytes) -> BlobReference:
         """Store the bytes durably; returns where they are.
 
         Raises:
-            BlobError: the store refuses or does not answer.
+            BlobError: the store refuses, does not answer, or is not there.
         """
         return await asyncio.to_thread(self._put, data)
 
@@ -130,17 +169,35 @@ class BlobStore:
         """
         return await asyncio.to_thread(self._delete_all)
 
+    def _make_folder(self, makes_address: bool) -> bool:
+        address, folder = Path(self._root).parent.parent, Path(self._root)
+        if not self._is_local:
+            return False
+        try:
+            if makes_address:
+                address.mkdir(parents=True, exist_ok=True)
+            _make_like(address, folder.parent)
+            _make_like(address, folder)
+        except OSError as error:
+            if not makes_address:
+                return False
+            raise BlobError(f"cannot make {folder}: {error}") from error
+        return True
+
     def _put(self, data: bytes) -> BlobReference:
         sha256 = hashlib.sha256(data).hexdigest()
         minute = minute_of(self._clock_s())
         path = str(self._root / minute / sha256)
         try:
             if self._is_local:
-                _write_local(Path(path), data)
+                _write_local(Path(path), data, makes_parents=not self._has_folder)
             else:
                 self._filesystem.pipe_file(path, data)
         except self._errors as error:
+            if isinstance(error, FileNotFoundError):
+                self._check_there()
             raise BlobError(f"cannot write {path}: {error}") from error
+        self._has_folder = self._is_local
         uri = f"{self._uri}/{minute}/{sha256}"
         return BlobReference(uri=uri, sha256=sha256, size_bytes=len(data))
 
@@ -156,6 +213,7 @@ class BlobStore:
         found = hashlib.sha256(data).hexdigest()
         if found != reference.sha256:
             raise LostBlobError(f"{path} holds {len(data)} bytes with sha256 {found}")
+        self._has_folder = self._is_local
         return data
 
     def _check_there(self) -> None:
@@ -256,12 +314,25 @@ def _wall_clock_s() -> float:
     return time.time_ns() / 1e9
 
 
-def _write_local(path: Path, data: bytes) -> None:
+def _make_like(address: Path, folder: Path) -> None:
+    """Make a folder with the rights that the address gives: services may run as another user."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return
+    given = address.stat()
+    folder.chmod(stat.S_IMODE(given.st_mode))
+    with contextlib.suppress(PermissionError):
+        os.chown(folder, given.st_uid, given.st_gid)
+    _sync_folder(folder.parent)
+
+
+def _write_local(path: Path, data: bytes, *, makes_parents: bool) -> None:
     # A file appears by rename after fsync, so one of the right size is whole.
     if path.exists() and path.stat().st_size == len(data):
         return
     is_first = not path.parent.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=makes_parents, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -52,15 +52,18 @@ class PatientBlobStore(BlobStore):
     is to be repeated (`patiently`).
     """
 
-    def __init__(self, uri: str, *, run: str, telemetry: Telemetry) -> None:
+    def __init__(
+        self, uri: str, *, run: str, telemetry: Telemetry, has_folder: bool = False
+    ) -> None:
         """A store at an fsspec address.
 
         Args:
             uri: As of `BlobStore`.
             run: As of `BlobStore`.
             telemetry: As of `patiently`.
+            has_folder: As of `BlobStore`.
         """
-        super().__init__(uri, run=run)
+        super().__init__(uri, run=run, has_folder=has_folder)
         self._telemetry = telemetry
 
     async def get(self, reference: BlobReference) -> bytes:

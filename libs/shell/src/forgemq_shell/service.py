@@ -23,7 +23,7 @@ from forgemq_shell.interruption import result_before
 from forgemq_shell.library_logs import library_logs
 from forgemq_shell.loop_watch import LoopWatch, keep_alive_file
 from forgemq_shell.partition_watch import check_partitions, watch_partitions
-from forgemq_shell.patience import PatientBlobStore
+from forgemq_shell.patience import PatientBlobStore, patiently
 from forgemq_shell.restore import NewerLogicError
 from forgemq_shell.started_run import UnreadableRunError, started_run
 from forgemq_telemetry.causes import causes
@@ -212,8 +212,14 @@ async def _run_main(
     configuration = started.configuration
     add_code_paths(configuration.code_paths)
     blobs = PatientBlobStore(
-        environ.get("FORGEMQ_BLOBS") or started.blobs, run=configuration.run, telemetry=telemetry
+        environ.get("FORGEMQ_BLOBS") or started.blobs,
+        run=configuration.run,
+        telemetry=telemetry,
+        has_folder=started.has_blob_folder,
     )
+    await result_before(stop, patiently(blobs.check_folder, telemetry=telemetry))
+    if stop.is_set():
+        return
     log = KafkaLog(
         kafka_connection(environ),
         run=configuration.run,

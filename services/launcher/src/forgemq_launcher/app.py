@@ -98,7 +98,9 @@ class RunningRun:
             ConfigurationError: a resume changes what must stay.
         """
         configuration = self._setup.configuration
-        started = await next_start(log, configuration, blobs=self._setup.blobs, now_ms=now_ms())
+        started = await next_start(
+            log, configuration, blobs=self._setup.blobs, now_ms=now_ms(), plays_here=True
+        )
         self._screen.say(f"the run has {len(partition_counts(configuration))} topics")
         for change in started.changes:
             self._screen.say(f"changed by this resume: {change}")

@@ -1,5 +1,6 @@
 """The record of a start of a run: what it continues, and what differs from the start before."""
 
+from forgemq_bus.blobs import BlobStore
 from forgemq_bus.errors import UnknownPlaceError
 from forgemq_bus.kept_records import message_of, read_all
 from forgemq_bus.log import Log, Place
@@ -14,7 +15,7 @@ from forgemq_shell.started_run import newest_start
 
 
 async def next_start(
-    log: Log, configuration: RunConfiguration, *, blobs: str, now_ms: int
+    log: Log, configuration: RunConfiguration, *, blobs: str, now_ms: int, plays_here: bool = False
 ) -> StartedRun:
     """Create what is missing of the run's topics; the record of this start, not written yet.
 
@@ -23,8 +24,11 @@ async def next_start(
         configuration: Of this start.
         blobs: Address of the blob store.
         now_ms: When the run starts.
+        plays_here: All services of the run are on this machine, so a local folder of blobs is one
+            of this machine.
 
     Raises:
+        BlobError: the run's folder of blobs cannot be made, or is not there again.
         ConfigurationError: a field differs from the start before and must stay.
         PartitionCountError: a topic has another number of partitions.
     """
@@ -47,7 +51,20 @@ async def next_start(
         started_ms=now_ms,
         resumed_from_step=await last_trained_step(log, configuration),
         changes=tuple(map(str, found)),
+        has_blob_folder=await _has_blob_folder(
+            blobs, previous, run=configuration.run, plays_here=plays_here
+        ),
     )
+
+
+async def _has_blob_folder(
+    blobs: str, previous: StartedRun | None, *, run: str, plays_here: bool
+) -> bool:
+    if previous is None:
+        return await BlobStore(blobs, run=run).make_folder(makes_address=plays_here)
+    if plays_here:
+        await BlobStore(blobs, run=run, has_folder=previous.has_blob_folder).check_folder()
+    return previous.has_blob_folder
 
 
 async def start_before(log: Log, run: str) -> StartedRun | None:
