@@ -121,6 +121,7 @@ def test_a_stepped_clock_moves_the_wall_clock_alone(tmp_path: Path):
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_every_container_of_the_overlay_that_stays_is_hit():
     assert set(CONTAINERS) == {
         f"{name}-0/{container['name']}"

@@ -134,6 +134,7 @@ for command in {commands!r}:
 """
 
 
+@pytest.mark.slow
 def test_the_commands_for_a_cluster_need_nothing_that_the_launchers_image_leaves_out():
     """Without a broker each of them ends, but only after it has loaded what it works with."""
     table = image_contents()["launcher"]

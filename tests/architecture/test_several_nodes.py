@@ -16,6 +16,7 @@ def container() -> dict:
     return found
 
 
+@pytest.mark.slow
 def test_the_runs_ranks_are_those_of_all_pods_and_each_has_a_gpu():
     nodes = nodes_of(environ(OVERLAY, container()))
     assert trainer()["replicas"] == nodes.count == 2

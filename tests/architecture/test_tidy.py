@@ -139,6 +139,7 @@ def test_a_broad_except_needs_more_than_a_marker(tmp_path: Path, comment: str, c
     assert len(broad_excepts_without_a_reason(path)) == count
 
 
+@pytest.mark.slow
 def test_a_class_name_means_one_thing():
     packages: dict[str, set[str]] = {}
     for path in SHIPPED:

@@ -7,7 +7,7 @@ from tests.simulation.attempts_world import World
 
 @pytest.mark.simulation
 @pytest.mark.parametrize(
-    "seed", [*range(50), *(pytest.param(n, marks=pytest.mark.slow) for n in range(50, 200))]
+    "seed", [*range(20), *(pytest.param(n, marks=pytest.mark.slow) for n in range(20, 200))]
 )
 def test_every_waiting_client_hears_once_and_no_result_is_lost(seed: int) -> None:
     world = World(seed, lanes=1 + seed % 3)

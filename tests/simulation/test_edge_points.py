@@ -9,7 +9,7 @@ from tests.simulation.storm.points import FAULTS, edge_points, run_edge_point
 
 pytestmark = pytest.mark.simulation
 
-FAST = ("engine_killed", "grader_killed", "grader_unanswered")
+FAST = ("grader_killed", "grader_unanswered")
 """Cases of a second or less of CPU time; the fast suite runs a tenth of `gateway_killed` too."""
 
 LONG = tuple(case for case in FAULTS if case.startswith(("gateway", "takeover")))

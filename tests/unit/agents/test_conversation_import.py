@@ -115,6 +115,7 @@ async def test_a_conversation_that_a_killed_import_had_claimed_is_played_when_it
     assert group.attempts[0].number == 1
 
 
+@pytest.mark.slow
 async def test_a_stopped_import_ends_what_is_on_its_way_and_takes_no_further_line(
     memory_gateway, tmp_path
 ):

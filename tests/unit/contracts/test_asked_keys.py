@@ -16,6 +16,7 @@ KEYS = st.one_of(
 ASKED = st.lists(st.tuples(KEYS, st.sampled_from(["d", "e"])))
 
 
+@pytest.mark.slow
 @given(asked=ASKED, others=ASKED)
 def test_exactly_the_keys_that_were_added_are_known(asked, others):
     keys, model = AskedKeys(), set()

@@ -265,6 +265,7 @@ def test_another_order_of_a_trace_has_the_same_episodes_with_those_of_a_group_to
         ]
 
 
+@pytest.mark.slow
 def test_with_a_pool_and_short_contexts_the_gateway_finishes_the_turns_of_sticky() -> None:
     """A cost without the pass that a turn begins finishes 0.97 of them: it moves episodes to and
     fro between equal engines, whose turns are then read in more passes."""

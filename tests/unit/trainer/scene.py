@@ -232,22 +232,22 @@ of_every_kind = pytest.mark.parametrize(
     ("kind", "changes"),
     [
         ("qwen3", {}),
-        ("llama", {}),
+        pytest.param("llama", {}, marks=pytest.mark.slow),
         pytest.param("qwen2", {}, marks=pytest.mark.slow),
         ("qwen3_moe", {}),
         pytest.param("qwen3_moe", {"norm_topk_prob": True}, marks=pytest.mark.slow),
-        ("qwen3", WINDOWS | {"use_sliding_window": True}),
+        pytest.param("qwen3", WINDOWS | {"use_sliding_window": True}, marks=pytest.mark.slow),
         pytest.param("mistral", {"sliding_window": None}, marks=pytest.mark.slow),
         pytest.param("mistral", {}, marks=pytest.mark.slow),
-        ("minimax_m2", {}),
-        ("glm4_moe", {"use_qk_norm": True}),
+        pytest.param("minimax_m2", {}, marks=pytest.mark.slow),
+        pytest.param("glm4_moe", {"use_qk_norm": True}, marks=pytest.mark.slow),
         ("gpt_oss", {}),
-        ("gemma3_text", {}),
+        pytest.param("gemma3_text", {}, marks=pytest.mark.slow),
         ("deepseek_v3", {}),
     ],
     ids=lambda value: "_".join(map(str, value)) or "as is" if isinstance(value, dict) else value,
 )
-"""Every supported family, as arguments of `make_model`; slow ones are nearly another one."""
+"""Every supported family, as arguments of `make_model`; those not slow differ most."""
 
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _BIASED = {"n_group": 2, "topk_group": 1, "n_routed_experts": 4, "routed_scaling_factor": 1.5}

@@ -119,6 +119,10 @@ def _made(kind: str, dtype: torch.dtype, **changes: object) -> nn.Module:
     return model
 
 
+SLOW_LOSSES = ("ppo_clip", "truncated_is", "icepop")
+"""Beside GSPO, whose ratios are those of whole completions, and the default, CISPO."""
+
+
 @of_every_kind
 @pytest.mark.parametrize(
     ("dtype", "bound"),
@@ -148,7 +152,10 @@ def test_against_stock_modules_only_their_rounding_differs(kind: str) -> None:
     assert 1e-12 < _worst(expected, gradients) <= 1e-6
 
 
-@pytest.mark.parametrize("kind", ["ppo_clip", "gspo", "truncated_is", "icepop"])
+@pytest.mark.parametrize(
+    "kind",
+    ["gspo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_LOSSES)],
+)
 def test_every_loss_is_exact_whole_recomputed_and_in_blocks(kind: str) -> None:
     model = _made("qwen3", torch.float64)
     make_precise(model)

@@ -133,6 +133,7 @@ def test_a_delta_cut_anywhere_is_refused(tmp_path: Path):
             patched(old, delta[:end])
 
 
+@pytest.mark.slow
 def test_a_damaged_delta_changes_nothing_unseen(tmp_path: Path):
     """Whichever byte differs: the file is refused, or the file is right all the same."""
     old, new = pair(tmp_path)
