@@ -102,14 +102,13 @@ class StandInEngine:
     ) -> None:
         """Start idle, not paused; `answer` decides the tokens, else the context does."""
         self.speed, self._decide = speed, answer
-        self.weight_version = weight_version
+        self.weight_version, self.model_path = weight_version, "stand-in"
         self.received: list[Mapping[str, Any]] = []
         self._requests: dict[str, _Request] = {}
         self._running = asyncio.Event()
         self._running.set()
-        self._is_updating = False
+        self._is_updating, self._count = False, 0
         self.groups: set[str] = set()
-        self._count = 0
 
     @property
     def open_count(self) -> int:
@@ -143,7 +142,8 @@ class StandInEngine:
         return web.Response()
 
     async def _model_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self.weight_version, "model_path": "stand-in"})
+        info = {"weight_version": self.weight_version, "model_path": self.model_path}
+        return web.json_response(info)
 
     async def _server_info(self, _: web.Request) -> web.Response:
         tokens_max = self.speed.context_tokens_max
@@ -327,7 +327,7 @@ class StandInEngine:
         body = await http.json()
         if not await asyncio.to_thread((Path(body["model_path"]) / "model.safetensors").is_file):
             return _failed("Failed to get weights iterator")
-        self.weight_version = body["weight_version"]
+        self.weight_version, self.model_path = body["weight_version"], body["model_path"]
         return _done()
 
 

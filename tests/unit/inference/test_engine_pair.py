@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from forgemq_inference import engine_pair
-from forgemq_inference.engine import Engine, EngineError, EngineRefusedError, ServerInfo
+from forgemq_inference.engine import Engine, EngineError, EngineRefusedError, ModelInfo, ServerInfo
 from forgemq_inference.engine_pair import EnginePair, check_pair, room_of
 
 BODY = {"rid": "r1.0.1", "input_ids": [5, 6, 7]}
@@ -29,6 +29,7 @@ class Half:
     finish: str = "length"
     busy_flushes: int = 0
     refuses: bool = False
+    model_path: str = "/model"
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
@@ -39,7 +40,9 @@ class Half:
             role = {"disaggregation_mode": self.role, "disaggregation_bootstrap_port": 8998}
             return web.json_response(info | role)
         if path == "/model_info":
-            return web.json_response({"weight_version": self.weight_version})
+            return web.json_response(
+                {"weight_version": self.weight_version, "model_path": self.model_path}
+            )
         self.calls.append(f"{self.role} {path}")
         if path == "/flush_cache" and self.busy_flushes:
             self.busy_flushes -= 1
@@ -212,6 +215,13 @@ async def test_weights_that_differ_are_broken() -> None:
         assert (await given.pair.model_info()).weight_version == "0.0"
         given.prefill.weight_version = "1.3"
         assert (await given.pair.model_info()).weight_version == "broken"
+
+
+async def test_a_pair_of_two_folders_says_of_no_folder_that_it_has_read_it() -> None:
+    async with scene() as given:
+        assert await given.pair.model_info() == ModelInfo("0.0", model_path="/model")
+        given.prefill.model_path = "/other"
+        assert await given.pair.model_info() == ModelInfo("0.0")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Published weights into the stand-in engine, through the whole service."""
 
 import asyncio
+import shutil
 import socket
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -62,6 +63,7 @@ async def test_a_fresh_lane_says_that_it_serves_the_base_model(base: Path) -> No
 
 async def test_the_first_publication_of_the_base_bytes_changes_only_the_name(base: Path) -> None:
     engine = StandInEngine(Speed(tokens=2))
+    engine.model_path = str(base)
     async with serving_scene(base, engine) as scene:
         await scene.publish(base, version=0)
         _, loaded = await scene.loaded(count=2)
@@ -69,6 +71,34 @@ async def test_the_first_publication_of_the_base_bytes_changes_only_the_name(bas
         (record,) = await scene.finished(count=1)
     assert (loaded.lineage, loaded.version, loaded.path, loaded.paused_s) == (1, 0, "start", 0.0)
     assert (engine.weight_version, record.spans[0].lineage) == ("1.0", 1)
+
+
+async def test_an_engine_that_began_with_another_model_loads_the_runs(
+    base: Path, trained: Path
+) -> None:
+    """By the bytes of its own folder, which is on this machine or is not."""
+    for folder in (str(trained), "/elsewhere/model"):
+        engine = StandInEngine(Speed())
+        engine.model_path = folder
+        async with serving_scene(base, engine) as scene:
+            await scene.publish(base, version=0)
+            _, loaded = await scene.loaded(count=2)
+        (event,) = scene.events_named("engine_of_another_model")
+        assert (event["folder"], event["wanted"]) == (folder, str(base))
+        assert (loaded.version, loaded.path) == (0, "durable")
+        assert (engine.weight_version, engine.model_path) == ("1.0", str(base))
+
+
+async def test_an_engine_that_began_with_a_copy_of_the_model_loads_nothing(
+    base: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(base, tmp_path / "copy")
+    engine = StandInEngine(Speed())
+    engine.model_path = str(copy)
+    async with serving_scene(base, engine) as scene:
+        await scene.publish(base, version=0)
+        _, loaded = await scene.loaded(count=2)
+    assert (loaded.version, loaded.path, engine.model_path) == (0, "start", str(copy))
 
 
 async def test_new_weights_come_from_the_durable_copy_if_no_fast_path_is_offered(

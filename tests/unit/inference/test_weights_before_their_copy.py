@@ -119,6 +119,7 @@ def test_whatever_fails_a_lane_reads_only_copies_that_exist_and_ends_on_the_newe
 async def test_the_fast_path_needs_no_copy_of_what_it_brings(base: Path, trained: Path) -> None:
     """The names and shapes of the tensors are those of the version before."""
     engine = StandInEngine(Speed(pretends_groups=True))
+    engine.model_path = str(base)
     async with serving_scene(base, engine) as (scene, _), rendezvous() as offer:
         await scene.publish(base, version=1)
         await scene.loaded(count=2)

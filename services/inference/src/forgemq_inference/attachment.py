@@ -24,6 +24,7 @@ from forgemq_inference.engine import (
     EngineError,
     EngineRefusedError,
     EngineUnreachableError,
+    ModelInfo,
 )
 from forgemq_inference.engine_pair import LaneEngine
 from forgemq_inference.limits import check_quantization, engine_limits
@@ -193,10 +194,11 @@ class Attachment:
             # Refused if there is no open update, which is the usual case.
             await self._engine.end_update(timeout_s=self._settings.durable_timeout_s)
         await self._engine.abort_all()
-        name = (await self._engine.model_info()).weight_version
-        base = Path(self._configuration.model.path) / WEIGHTS_FILE
+        info = await self._engine.model_info()
+        name = info.weight_version
         is_base = name != BROKEN_NAME and (weights_of_name(name) or BASE) == BASE
-        served = served_by(name, base_sha256=await file_sha256(base) if is_base else None)
+        base_sha256 = await self._base_sha256(info) if is_base else None
+        served = served_by(name, base_sha256=base_sha256)
         if self._weights.is_foreign(served.weights):
             self._telemetry.event("weights_of_another_run", url=self._engine.url, weights=name)
             await self._engine.name_weights(BROKEN_NAME)
@@ -208,6 +210,27 @@ class Attachment:
         if is_base and speculation is not None and speculation.is_trained:
             start = Path(speculation.head) / WEIGHTS_FILE
             self._weights.note_head(await file_sha256(start))
+
+    async def _base_sha256(self, info: ModelInfo) -> str | None:
+        """Checksum of the model that the engine began with; None if it cannot be read from here.
+
+        By the engine's own folder: it may have been started with another model than the run's.
+        """
+        wanted = self._configuration.model.path
+        wanted_sha256 = await file_sha256(Path(wanted) / WEIGHTS_FILE)
+        if info.model_path == wanted:
+            return wanted_sha256
+        held_sha256 = None
+        if info.model_path:
+            held_sha256 = await file_sha256(Path(info.model_path) / WEIGHTS_FILE)
+        if held_sha256 != wanted_sha256:
+            self._telemetry.event(
+                "engine_of_another_model",
+                url=self._engine.url,
+                folder=info.model_path,
+                wanted=wanted,
+            )
+        return held_sha256
 
     async def _serve_lane(self) -> None:
         async with asyncio.TaskGroup() as group:

@@ -63,9 +63,15 @@ _Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What /model_info says is loaded."""
+    """What /model_info says is loaded.
+
+    Attributes:
+        weight_version: The weights' name.
+        model_path: The folder that the engine has read last; "" if it does not say.
+    """
 
     weight_version: str
+    model_path: str = ""
 
 
 class ServerInfo(msgspec.Struct, frozen=True):

@@ -140,7 +140,10 @@ class EnginePair:
     async def model_info(self) -> ModelInfo:
         """Ask which weights are loaded: `broken` unless both name the same."""
         prefill, decode = await self._both(lambda engine: engine.model_info())
-        return decode if prefill == decode else ModelInfo(BROKEN_NAME)
+        if prefill.weight_version != decode.weight_version:
+            return ModelInfo(BROKEN_NAME)
+        is_same = prefill.model_path == decode.model_path
+        return decode if is_same else ModelInfo(decode.weight_version)
 
     async def counters(self) -> EngineCounters:
         """What prefill has read and has to read; steps, memory and use of decode."""
