@@ -1,9 +1,11 @@
 """A run that the previous release's `forgemq run` began, and this one's goes on with."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from forgemq_bus.broker import LocalBroker
 from tests.integration.launched_run import DIALOGUE, LaunchedRun
 from tests.integration.run_log import accounts
 from tests.integration.stand_in import stand_in_engine
@@ -19,11 +21,19 @@ pytestmark = [
 STEPS = 8
 
 
+@pytest.fixture
+def bootstrap(tmp_path: Path) -> Iterator[str]:
+    """A broker without runs of other tests: the previous release might not read them."""
+    broker = LocalBroker(tmp_path / "kafka")
+    yield broker.start()
+    broker.stop()
+
+
 def test_a_run_of_the_previous_release_is_resumed_by_this_one_and_loses_nothing(
-    kafka_bootstrap: str, new_run_id, tmp_path: Path
+    bootstrap: str, new_run_id, tmp_path: Path
 ):
     previous, run_id = previous_release(tmp_path / "previous"), new_run_id()
-    run = LaunchedRun(tmp_path / "run", {"FORGEMQ_KAFKA": kafka_bootstrap})
+    run = LaunchedRun(tmp_path / "run", {"FORGEMQ_KAFKA": bootstrap})
     given = (f"run={run_id}", f"trainer.steps={STEPS}", "evaluation.tasks=0")
     with stand_in_engine(latency_s=0.2, tokens=16) as engine_url:
         by = {
@@ -40,7 +50,7 @@ def test_a_run_of_the_previous_release_is_resumed_by_this_one_and_loses_nothing(
             assert run.left_behind() == []
         finally:
             run.close()
-    log = accounts(kafka_bootstrap, run=run_id, blobs=str(run.blobs(run_id)))
+    log = accounts(bootstrap, run=run_id, blobs=str(run.blobs(run_id)))
     log.assert_exactly_once()
     assert list(log.surviving_steps()) == list(range(STEPS))
     # Only this release counts the episodes of a group, and the previous one had trained some.
