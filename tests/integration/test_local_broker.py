@@ -181,3 +181,17 @@ def test_the_foreground_program_prints_its_address_and_ends_cleanly_on_sigterm(
         os.kill(program.pid, signal.SIGTERM)
         assert program.wait(15) == 0
     assert not accepts(address)
+
+
+def test_the_log_lies_in_the_folder_whatever_its_name_and_the_locale(tmp_path: Path) -> None:
+    folder = tmp_path / "l\u00e4ufe, \u65e5\\n" / "kafka"
+    command = [sys.executable, "-m", "forgemq_bus.broker", "--folder", str(folder)]
+    environ = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "1"}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        assert accepts(program.stdout.readline().strip())
+        os.kill(program.pid, signal.SIGTERM)
+        assert program.wait(15) == 0
+    assert [each.name for each in tmp_path.iterdir()] == [folder.parent.name]
+    assert [each.name for each in folder.parent.iterdir()] == ["kafka"]
+    assert (folder / "data" / "meta.properties").is_file()

@@ -158,7 +158,6 @@ class LocalBroker:
         template = resources.files("forgemq_bus.broker").joinpath("server.properties").read_text()
         text = template.replace("{broker_port}", str(broker_port))
         text = text.replace("{controller_port}", str(controller_port))
-        text = text.replace("{data}", str(self._folder / "data"))
         text += "".join(f"{name}={value}\n" for name, value in self._options.items())
         (self._folder / "server.properties").write_text(text)
 
@@ -173,6 +172,7 @@ class LocalBroker:
                 done = subprocess.run(
                     command,
                     cwd=self._folder,
+                    env=_environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -192,8 +192,7 @@ class LocalBroker:
             return subprocess.Popen(
                 ["/bin/sh", "-c", OWNED, "broker", *command],
                 cwd=self._folder,
-                # Without credentials: its environment can be read by the user's programs.
-                env=for_user_code(os.environ),  # noqa: TID251 - a child inherits the rest
+                env=_environment(),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -241,6 +240,14 @@ def run_in_foreground(folder: Path) -> int:
     has_ended_by_itself = not stopped.is_set()
     broker.stop()
     return int(has_ended_by_itself)
+
+
+def _environment() -> dict[str, str]:
+    """What java inherits: no credentials, since the user's programs can read it of a process.
+
+    Java names files in the locale's encoding, and in the locale C it opens no path beyond ASCII.
+    """
+    return {**for_user_code(os.environ), "LC_ALL": "C.UTF-8"}  # noqa: TID251 - a child's
 
 
 def _java() -> str:
