@@ -15,6 +15,7 @@ from rich.console import Console
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.requested_end import RequestedEnd
+from forgemq_launcher.commands.watching import show_until_ended
 from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.panel import PanelView, ShownService, panel
 from forgemq_launcher.display.run_display import RunDisplay
@@ -184,3 +185,14 @@ def test_a_screen_goes_on_without_the_terminal_or_the_reader_that_went_away(
         screen.say("continue with")
     assert screen.events[0].endswith("interrupted; stopping services")
     assert screen.events[-1].endswith("continue with")
+
+
+async def test_who_only_watches_a_run_ends_once_nobody_reads(
+    gone_pipe: io.TextIOBase, tmp_path: Path
+) -> None:
+    screen = Screen(Console(file=gone_pipe))
+    follower = Follower(await log_of(SyntheticRun().play(steps=1)), started())
+    # At a broken pipe rich points the standard output at /dev/null; pytest's must stay.
+    with (tmp_path / "stdout").open("w") as own, redirect_stdout(own):
+        async with asyncio.timeout(10):
+            assert await show_until_ended(follower, screen) is None

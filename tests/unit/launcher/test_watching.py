@@ -45,6 +45,7 @@ async def watched(log: MemoryLog, *, is_terminal: bool = False) -> tuple[EndedRu
     screen.open()
     async with asyncio.timeout(10):
         ended = await show_until_ended(follower, screen)
+    assert ended is not None
     screen.close()
     return ended, console.file.getvalue()
 

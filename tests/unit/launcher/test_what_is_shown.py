@@ -2,6 +2,8 @@
 
 import io
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +66,33 @@ def test_an_output_that_cannot_be_written_is_one_line_and_no_traceback(tmp_path,
         1,
         "forgemq: [Errno 28] No space left on device\n",
     )
+
+
+TOLD_OF_CTRL_C = """
+import signal
+from forgemq_launcher.command_line import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background ignores it.
+main()
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_command_that_waits_for_its_broker_without_a_traceback(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent_broker:
+        broker = f"127.0.0.1:{silent_broker.getsockname()[1]}"
+        environ = {"FORGEMQ_LAUNCHER_RUNS": str(tmp_path), "FORGEMQ_KAFKA": broker}
+        audit = subprocess.Popen(
+            [sys.executable, "-c", TOLD_OF_CTRL_C, "audit", "desk-1"],
+            env={**os.environ, **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        silent_broker.settimeout(30)
+        with silent_broker.accept()[0]:
+            audit.send_signal(signal.SIGINT)
+            printed, _ = audit.communicate(timeout=30)
+    assert (audit.returncode, printed) == (130, "")
 
 
 @pytest.mark.parametrize(

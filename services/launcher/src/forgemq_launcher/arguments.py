@@ -238,7 +238,8 @@ def _add_watching(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         help="show a run that is up or over, here or elsewhere, until it ends",
         description="The panel of `forgemq run`, from the run's log; plain lines if the output is "
         "no terminal. Ctrl-C leaves the run alone. Exit status: as the run ended: 0 completed and "
-        "every guarantee held, 1 failed, 130 interrupted; 2 refused.",
+        "every guarantee held, 1 failed, 130 interrupted; 1 also once nobody reads the output; 2 "
+        "refused.",
     )
     watch.add_argument("run", metavar="RUN")
     stop = commands.add_parser(

@@ -56,6 +56,8 @@ def main() -> None:
     environ = dict(os.environ)  # noqa: TID251
     try:
         status = run_tool(sys.argv[1:], environ=environ, console=Console())
+    except KeyboardInterrupt:  # Of a command that has nothing to put in order.
+        sys.exit(exit_status.INTERRUPTED)
     except OSError as error:  # The output itself cannot be written, as into a full disk.
         # Else the interpreter tries once more as it ends, and makes the status 120.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -33,10 +33,12 @@ _GUARANTEES = ("G1", "G2", "G3", "G4", "G5")
 
 
 async def watch(folder: RunFolder, environ: Mapping[str, str], console: Console) -> int:
-    """Show a run until it is over or a signal comes, which leaves the run alone.
+    """Show a run until it is over, a signal comes, or nobody reads the output any more.
+
+    The last two leave the run alone.
 
     Returns:
-        The status with which the run ended, or 130 after a signal.
+        The status with which the run ended, 130 after a signal, 1 without a reader.
     """
     stop = asyncio.Event()
     for number in SIGNALS:
@@ -68,6 +70,8 @@ async def _watch(folder: RunFolder, environ: Mapping[str, str], screen: Screen) 
         screen.open()
         ended = await show_until_ended(follower, screen)
     screen.close()
+    if ended is None:
+        return exit_status.FAILED
     detail = f": {ended.detail}" if ended.detail else ""
     screen.say(f"run {folder.run} {_ENDS[ended.reason]}{detail}")
     return status_of(ended)
@@ -76,8 +80,8 @@ async def _watch(folder: RunFolder, environ: Mapping[str, str], screen: Screen) 
 _ENDS = {"completed": "is completed", "interrupted": "was interrupted", "failed": "has failed"}
 
 
-async def show_until_ended(follower: Follower, screen: Screen) -> EndedRun:
-    """Keep the run on the screen; returns how it ended once that is on the log."""
+async def show_until_ended(follower: Follower, screen: Screen) -> EndedRun | None:
+    """Keep the run on the screen; returns how it ended, or None once the screen is gone."""
     newest = _state_of(follower)
 
     def state() -> RunState:
@@ -92,13 +96,17 @@ async def show_until_ended(follower: Follower, screen: Screen) -> EndedRun:
         async with asyncio.TaskGroup() as group:
             showing = group.create_task(display.show())
             following = group.create_task(follower.follow())
-            while (ended := follower.view.end) is None:  # noqa: ASYNC110 - no event for it
+            while (ended := follower.view.end) is None:
+                if screen.is_gone:
+                    break
                 await asyncio.sleep(LOOK_EVERY_S)
             following.cancel()
             await asyncio.wait([following])
             showing.cancel()
     except* LogError as errors:
         raise causes(errors)[0] from errors
+    if ended is None:
+        return None
     # The broker of a run on one machine may have ended with it.
     with contextlib.suppress(LogError, TimeoutError):
         async with asyncio.timeout(LAST_READ_S_MAX):

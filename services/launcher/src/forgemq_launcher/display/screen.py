@@ -24,7 +24,7 @@ class Screen:
     Lifecycle: `say` at any time; between `open` and `close` a terminal shows the panel and `show`
     refreshes it. If stdout is not a terminal, `show` prints a line for each step and every 30 s.
     Once the terminal or the reader of stdout is gone, nothing more is shown and nothing raises:
-    the run ends in order without it.
+    a launcher keeps its run up without it, and who only shows a run ends by `is_gone`.
     """
 
     def __init__(self, console: Console, *, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -35,6 +35,7 @@ class Screen:
         self._live: Live | None = None
         self._last_line_s = -PLAIN_EVERY_S
         self._last_key: tuple[int, int] | None = None
+        self.is_gone = False
 
     @property
     def events(self) -> tuple[str, ...]:
@@ -90,3 +91,4 @@ class Screen:
             yield
         except (OSError, SystemExit):  # A broken pipe: rich's Console raises SystemExit.
             self._console.quiet = True
+            self.is_gone = True
