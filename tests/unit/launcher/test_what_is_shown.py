@@ -68,6 +68,19 @@ def test_an_output_that_cannot_be_written_is_one_line_and_no_traceback(tmp_path,
     )
 
 
+@pytest.mark.slow
+def test_why_a_command_is_refused_is_not_in_its_output(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "forgemq_launcher", "inspect", "desk-1", "g", "--requests"],
+        env={**os.environ, "FORGEMQ_LAUNCHER_RUNS": str(tmp_path), "FORGEMQ_KAFKA": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = f"forgemq: there is no run 'desk-1' in {tmp_path}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
 TOLD_OF_CTRL_C = """
 import signal
 from forgemq_launcher.command_line import main

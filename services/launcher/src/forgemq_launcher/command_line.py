@@ -55,37 +55,54 @@ def main() -> None:
     # The tool is an entry point like a service's __main__: it reads the environment once.
     environ = dict(os.environ)  # noqa: TID251
     try:
-        status = run_tool(sys.argv[1:], environ=environ, console=Console())
+        console, refusals = Console(), Console(stderr=True)
+        status = run_tool(sys.argv[1:], environ=environ, console=console, refusals=refusals)
     except KeyboardInterrupt:  # Of a command that has nothing to put in order.
         sys.exit(exit_status.INTERRUPTED)
-    except OSError as error:  # The output itself cannot be written, as into a full disk.
-        # Else the interpreter tries once more as it ends, and makes the status 120.
+    except OSError as error:  # A full disk, or a path that cannot be read or written.
+        # If it is the output itself, the interpreter else tries once more and makes the status 120.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(f"{PROGRAM}: {error}")
     sys.exit(status)
 
 
-def run_tool(arguments: Sequence[str], *, environ: Mapping[str, str], console: Console) -> int:
-    """Run one command; returns the exit status."""
+def run_tool(
+    arguments: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    console: Console,
+    refusals: Console | None = None,
+) -> int:
+    """Run one command; returns the exit status.
+
+    Args:
+        arguments: Behind `forgemq`.
+        environ: The settings are read from it.
+        console: Gets what the command prints.
+        refusals: Gets the line that says why a command was refused or failed; None: as `console`.
+    """
     options = options_of(arguments)
+    said = console if refusals is None else refusals
     try:
         settings = parse(LauncherSettings, prefix="FORGEMQ_LAUNCHER_", environ=environ)
         return _command(options, settings=settings, environ=environ, console=console)
     except (ConfigurationError, RunFolderError, SettingsError) as error:
-        say(console, f"forgemq: {error}")
+        say(said, f"forgemq: {error}")
         return exit_status.REFUSED
     except (AccessError, PartitionCountError, UnreadableRunError) as error:
-        say(console, f"forgemq: broker: {error}")
+        say(said, f"forgemq: broker: {error}")
         return exit_status.REFUSED
     except BlobError as error:
-        say(console, f"forgemq: blobs: {error}")
-        say(console, "FORGEMQ_BLOBS names where this machine reaches the run's blobs")
+        say(said, f"forgemq: blobs: {error}")
+        say(said, "FORGEMQ_BLOBS names where this machine reaches the run's blobs")
         return exit_status.REFUSED
     except (LogError, BrokerError, RunNotStartedError) as error:
-        say(console, f"forgemq: broker: {error}")
+        say(said, f"forgemq: broker: {error}")
         return exit_status.FAILED
-    except OSError as error:  # A full disk, or a path that cannot be read or written.
-        say(console, f"forgemq: {error}")
+    except OSError as error:
+        if refusals is not None:
+            raise  # To `main`: it may be the output that cannot be written.
+        say(said, f"forgemq: {error}")
         return exit_status.FAILED
 
 
@@ -258,23 +275,16 @@ def _lanes(
 
     folder = folder_named(options.run, runs=Path(settings.runs))
     gateway = run_gateway(folder, environ, host=settings.reached_host)
-    try:
-        match options.command:
-            case "lanes":
-                return lane_changes.list_lanes(gateway, console)
-            case "add-lane":
-                return lane_changes.add_lane(
-                    gateway, console, lane=options.lane, engine_url=options.engine
-                )
-            case command:
-                change = command.removesuffix("-lane")
-                return lane_changes.change_lane(gateway, console, change, lane=options.lane)
-    except lane_changes.LaneRefusedError as error:
-        say(console, f"forgemq: {error}")
-        return exit_status.REFUSED
-    except lane_changes.GatewayAwayError as error:
-        say(console, f"forgemq: {error}")
-        return exit_status.FAILED
+    match options.command:
+        case "lanes":
+            return lane_changes.list_lanes(gateway, console)
+        case "add-lane":
+            return lane_changes.add_lane(
+                gateway, console, lane=options.lane, engine_url=options.engine
+            )
+        case command:
+            change = command.removesuffix("-lane")
+            return lane_changes.change_lane(gateway, console, change, lane=options.lane)
 
 
 def _delete(

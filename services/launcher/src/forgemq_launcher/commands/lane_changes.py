@@ -27,6 +27,7 @@ from forgemq_contracts.lane_routes import (
 from forgemq_contracts.lanes import LANE_LAPSE_MS
 from forgemq_launcher import exit_status
 from forgemq_launcher.commands.own_gateway import RunGateway
+from forgemq_launcher.core.configuration import ConfigurationError
 from forgemq_launcher.display.lines import say, show
 from forgemq_launcher.upkeep.named_engines import health_refusal
 
@@ -38,11 +39,11 @@ _OF_LANE = {"drain": DRAIN_LANE, "resume": RESUME_LANE, "remove": REMOVE_LANE}
 _Answer = TypeVar("_Answer", bound=Struct)
 
 
-class LaneRefusedError(Exception):
+class LaneRefusedError(ConfigurationError):
     """The gateway refused, and nothing changed; the text says why."""
 
 
-class GatewayAwayError(Exception):
+class GatewayAwayError(ConnectionError):
     """The gateway did not answer; the text says why."""
 
 
