@@ -2,15 +2,17 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
 import uvicorn
-from fastapi import FastAPI
 
 from forgemq_bus.errors import LogError
+from forgemq_console.access import Application
 from forgemq_console.app import serve
 from forgemq_console.core import GroupView, group_view
 from forgemq_console.http import web
@@ -20,7 +22,7 @@ from forgemq_contracts.topics import FINISHED_EPISODES
 from forgemq_run_view.forks import MEANINGS
 from forgemq_run_view.stall import CONFIRMED_AFTER_MS
 from forgemq_run_view.view import RunView
-from tests.integration.browser import Browser
+from tests.integration.browser import LOOK_EVERY_S, SHOWN_TIMEOUT_S, Browser, Tab
 from tests.unit.console.test_runs import Runs
 from tests.unit.console.test_runs import broker as broker
 from tests.unit.run_view import live_run
@@ -63,7 +65,7 @@ async def console(
 
     async def read_group(group_id: str, episode_id: str | None) -> GroupView:
         if group_id == NOT_READ:
-            raise LogError("the broker does not answer")
+            await unread_group(group_id, episode_id)
         of_group = [m for m in run.messages if getattr(m.record, "group_id", "") == group_id]
         return group_view(group_id, of_group, episode_id=episode_id, token_text=str, episodes_max=8)
 
@@ -71,8 +73,12 @@ async def console(
         yield url
 
 
+async def unread_group(group_id: str, episode_id: str | None) -> GroupView:
+    raise LogError("the broker does not answer")
+
+
 @asynccontextmanager
-async def served(app: FastAPI) -> AsyncIterator[str]:
+async def served(app: Application) -> AsyncIterator[str]:
     """An application on a port of this machine; its address."""
     stop = asyncio.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -219,3 +225,72 @@ async def test_a_run_that_was_deleted_says_so_in_place_of_its_page(browser, brok
     async with served(broker.application()) as url, browser.tab(f"{url}runs/deleted/") as page:
         refusal = "run deleted has no topics that this console may read"
         assert await page.text_with("#connection", "deleted") == refusal
+
+
+async def ended_fetches(page: Tab, address: str, *, after: int) -> int:
+    """How often the page has an answer of this address, once it is more often than `after`."""
+    ended = f"performance.getEntriesByName(new URL({address!r}, location.href).href).length"
+    deadline_s = time.monotonic() + SHOWN_TIMEOUT_S
+    while (count := int(await page.value(ended))) <= after:
+        assert time.monotonic() < deadline_s, f"{address} was answered {count} times"
+        await asyncio.sleep(LOOK_EVERY_S)
+    return count
+
+
+async def test_what_is_as_before_stays_when_the_page_is_refreshed(browser):
+    """Else a click is lost whose button goes down before a refresh and up behind it."""
+    async with console(*run_with()) as url, browser.tab(url) as page:
+        await page.text_with("#groups", "g-3")
+        await page.text_with("#queues", "trained")
+        kept = "window.kept = [...document.querySelectorAll('#groups td, #queues .place')]"
+        assert await page.value(f"({kept}).length") > 20
+        refreshes = await ended_fetches(page, "api/groups", after=0)
+        await ended_fetches(page, "api/groups", after=refreshes + 1)
+        assert await page.value("window.kept.every((each) => each.isConnected)") is True
+
+
+async def test_a_console_that_hangs_is_named_until_it_answers_again(browser):
+    _, view = run_with()
+    app = web(view, clock_ms=lambda: 20_000, read_group=unread_group)
+    answers = asyncio.Event()
+    answers.set()
+
+    async def held(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await answers.wait()
+        await app(scope, receive, send)
+
+    async with served(held) as url, browser.tab(url) as page:
+        await page.text_with("#run", "r")
+        answers.clear()
+        try:
+            await page.text_with("#connection", "the console does not answer; retrying")
+        finally:
+            answers.set()
+        deadline_s = time.monotonic() + SHOWN_TIMEOUT_S
+        while said := await page.text("#connection"):
+            assert time.monotonic() < deadline_s, said
+            await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def test_of_two_episodes_the_one_that_was_chosen_last_is_shown(browser):
+    run, view = run_with()
+    answers = asyncio.Event()
+
+    async def read_group(group_id: str, episode_id: str | None) -> GroupView:
+        if episode_id == "g-3.1.0":
+            await answers.wait()
+        of_group = [m for m in run.messages if getattr(m.record, "group_id", "") == group_id]
+        return group_view(group_id, of_group, episode_id=episode_id, token_text=str, episodes_max=8)
+
+    app = web(view, clock_ms=lambda: 20_000, read_group=read_group)
+    async with served(app) as url, browser.tab(url) as page:
+        await page.click("#groups td", with_text="g-3")
+        await page.click("#episodes button", with_text="episode 1, attempt 0")
+        await page.click("#episodes button", with_text="episode 0, attempt 0")
+        await ended_fetches(page, "api/groups/g-3?episode=g-3.0.0", after=0)
+        answers.set()
+        await ended_fetches(page, "api/groups/g-3?episode=g-3.1.0", after=0)
+        refreshes = await ended_fetches(page, "api/groups", after=0)
+        await ended_fetches(page, "api/groups", after=refreshes)
+        assert await page.text("#trajectory-name") == "g-3.0.0"

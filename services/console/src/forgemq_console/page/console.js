@@ -1,10 +1,11 @@
 // Polls the state once a second and draws it. Everything shown comes from /api.
 
 import { drawCharts } from "./charts.js";
-import { answered, byId, cell, duration } from "./elements.js";
+import { answered, byId, cell, duration, fill } from "./elements.js";
 import { showGroup, shownGroup } from "./trajectory.js";
 
 const POLL_MS = 1000;
+const ANSWER_MS_MAX = 10000;
 const SILENT_MS = 5000;
 const ALARMS_SHOWN_MAX = 50;
 const SOURCES = { import: "imported", live: "live" };
@@ -29,7 +30,7 @@ function table(id, head, rows) {
     }
     return made;
   });
-  byId(id).replaceChildren(top, ...body);
+  fill(byId(id), [top, ...body]);
 }
 
 function number(value, label, isBad = false) {
@@ -75,13 +76,12 @@ function numbers(state) {
   );
 }
 
-function queueOf(queue) {
-  const made = cell("div", "", "queue");
+function queueOf(queue, made = cell("div", "", "queue")) {
   const title = cell("h2", queue.domain);
   title.append(cell("small", `head ${queue.head ?? "-"} | window ${queue.window} | ${queue.in_flight} of ${queue.slots} slots | ${queue.waiting} waiting | ${queue.groups_per_step} groups a step | bound ${queue.staleness_limit} steps`));
-  const places = cell("div", "", "window");
-  places.append(...queue.positions.map(placeOf));
-  made.append(title, places);
+  const places = made.querySelector(".window") ?? cell("div", "", "window");
+  fill(places, queue.positions.map(placeOf));
+  fill(made, [title, places]);
   return made;
 }
 
@@ -105,7 +105,8 @@ function queues(state) {
   const item = cell("span", cell("span", "", "place in-window"));
   item.append("inside the window");
   legend.append(item);
-  byId("queues").replaceChildren(...state.queues.map(queueOf), legend);
+  const before = byId("queues").querySelectorAll(".queue");
+  fill(byId("queues"), [...state.queues.map((queue, i) => queueOf(queue, before[i])), legend]);
 }
 
 function dot(kind, label) {
@@ -172,7 +173,7 @@ function head(state) {
 let lastKey = "";
 
 async function refresh() {
-  const state = await answered("api/state");
+  const state = await answered("api/state", { withinMs: ANSWER_MS_MAX });
   text("connection", "");
   head(state);
   numbers(state);
@@ -189,7 +190,7 @@ async function refresh() {
 }
 
 async function refreshGroups() {
-  const rows = await answered("api/groups");
+  const rows = await answered("api/groups", { withinMs: ANSWER_MS_MAX });
   table("groups", ["group", "index", "state", "step", "turns", "success"], rows.map((g) => ({
     group: g.group_id,
     cells: [
@@ -207,8 +208,9 @@ async function poll() {
   try {
     await Promise.all([refresh(), refreshGroups()]);
   } catch (error) {
-    // A fetch without an answer is a TypeError; the others have the server's words.
-    text("connection", error instanceof TypeError ? "the console does not answer; retrying" : error.message);
+    // A fetch without an answer is a TypeError or late; the others have the server's words.
+    const isAway = error instanceof TypeError || error.name === "TimeoutError";
+    text("connection", isAway ? "the console does not answer; retrying" : error.message);
     console.warn(error);
   }
   setTimeout(poll, POLL_MS);

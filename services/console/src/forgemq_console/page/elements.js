@@ -15,9 +15,21 @@ export function row(tag, values) {
   return made;
 }
 
-// What the server answers, as data; a refusal is an error with the server's own words.
-export async function answered(address) {
-  const answer = await fetch(address);
+// The parent has these children; those that are as before stay, so that a click, a selection or the
+// keyboard's focus on one outlasts a refresh.
+export function fill(parent, children) {
+  const before = [...parent.children];
+  children.forEach((child, i) => {
+    if (!before[i]) parent.append(child);
+    else if (!before[i].isEqualNode(child)) before[i].replaceWith(child);
+  });
+  before.slice(children.length).forEach((each) => each.remove());
+}
+
+// What the server answers, as data; a refusal is an error with the server's own words, and no answer
+// within so many milliseconds one with the name TimeoutError.
+export async function answered(address, { withinMs } = {}) {
+  const answer = await fetch(address, withinMs ? { signal: AbortSignal.timeout(withinMs) } : {});
   if (!answer.ok) throw new Error((await answer.text()).trim() || String(answer.status));
   return answer.json();
 }

@@ -9,7 +9,8 @@ const element = (tag, properties = {}, ...children) => {
 let shown = { group: null, episode: null };
 
 export async function showGroup(group, episode = null) {
-  shown = { group, episode };
+  const asked = { group, episode };
+  shown = asked;
   const query = episode ? `?episode=${encodeURIComponent(episode)}` : "";
   let found;
   try {
@@ -17,10 +18,10 @@ export async function showGroup(group, episode = null) {
     if (!answer.ok) throw new Error(`${answer.status} ${(await answer.text()).slice(0, 200)}`);
     found = await answer.json();
   } catch (error) {
-    if (shown.group === group) showError(group, error);
+    if (shown === asked) showError(group, error);
     return;
   }
-  if (shown.group !== group) return;
+  if (shown !== asked) return; // Another one was chosen meanwhile.
   document.getElementById("trajectory-name").textContent = found.episode ? found.episode.episode_id : group;
   document.getElementById("episodes").replaceChildren(...found.episode_ids.map((id) => choice(found, id)));
   const turns = found.episode ? [...found.episode.messages.map(messageOf), ...found.episode.turns.map(turnOf)] : [element("p", { className: "hint", textContent: "No finished completion yet." })];
