@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from forgemq_launcher.arguments import options_of
 from forgemq_launcher.command_line import resume_command, run_tool
 from forgemq_launcher.commands.inspection import absence
 from forgemq_launcher.commands.service_process import print_service
@@ -66,6 +67,14 @@ def test_an_output_that_cannot_be_written_is_one_line_and_no_traceback(tmp_path,
         1,
         "forgemq: [Errno 28] No space left on device\n",
     )
+
+
+@pytest.mark.parametrize("seconds", ["nan", "-1", "0", "inf", "soon"])
+def test_a_wait_of_no_length_is_refused(seconds, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        options_of(["stop", "desk-1", f"--timeout={seconds}"])
+    said = f"--timeout: must be above 0 and at most 1e+09, got {seconds!r}\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 @pytest.mark.slow

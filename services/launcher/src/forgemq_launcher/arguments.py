@@ -261,7 +261,7 @@ def _add_watching(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     stop.add_argument("--reason", default="", metavar="TEXT", help="kept in the run's end")
     stop.add_argument(
         "--timeout",
-        type=float,
+        type=_positive,
         default=STOP_TIMEOUT_S,
         metavar="SECONDS",
         help=f"longest wait for the end; default: {STOP_TIMEOUT_S:g}",
