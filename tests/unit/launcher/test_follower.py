@@ -185,9 +185,15 @@ def test_the_plain_line_has_the_numbers_of_the_panel():
     )
 
 
-def test_without_a_terminal_a_line_comes_for_each_step_and_no_more():
+@pytest.mark.parametrize("is_dumb_terminal", [False, True])
+def test_without_a_terminal_for_the_panel_a_line_comes_for_each_step_and_no_more(is_dumb_terminal):
     now_s = [0.0]
-    console = Console(file=io.StringIO(), width=200)
+    console = Console(
+        file=io.StringIO(),
+        width=200,
+        force_terminal=is_dumb_terminal,
+        _environ={"TERM": "dumb"} if is_dumb_terminal else {},
+    )
     screen = Screen(console, clock_s=lambda: now_s[0])
     screen.open()
     run = SyntheticRun()

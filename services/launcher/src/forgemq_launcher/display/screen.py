@@ -22,7 +22,8 @@ class Screen:
     """The terminal of one run.
 
     Lifecycle: `say` at any time; between `open` and `close` a terminal shows the panel and `show`
-    refreshes it. If stdout is not a terminal, `show` prints a line for each step and every 30 s.
+    refreshes it. If stdout is not a terminal, or one that cannot move its cursor (TERM=dumb),
+    `show` prints a line for each step and every 30 s.
     Once the terminal or the reader of stdout is gone, nothing more is shown and nothing raises:
     a launcher keeps its run up without it, and who only shows a run ends by `is_gone`.
     """
@@ -56,8 +57,8 @@ class Screen:
             show(self._console, shown)
 
     def open(self) -> None:
-        """Show the panel from here on, if there is a terminal."""
-        if self._console.is_terminal:
+        """Show the panel from here on, if there is a terminal for it."""
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, auto_refresh=False, transient=False)
             with self._until_gone():
                 self._live.start()
