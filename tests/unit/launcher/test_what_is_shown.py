@@ -1,5 +1,6 @@
 """What commands print of what they were asked for: all of it, or why there is nothing."""
 
+import asyncio
 import io
 import os
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -15,6 +17,11 @@ from forgemq_launcher.arguments import options_of
 from forgemq_launcher.command_line import resume_command, run_tool
 from forgemq_launcher.commands.inspection import absence
 from forgemq_launcher.commands.service_process import print_service
+from forgemq_launcher.records.follower import Follower
+from forgemq_launcher.run_folder import RunFolder
+from forgemq_run_view.report import report
+from tests.unit.launcher.test_follower import log_of
+from tests.unit.run_view.synthetic import SyntheticRun, configuration, started
 
 
 async def test_a_line_of_a_service_is_printed_whole_however_long_it_is():
@@ -67,6 +74,29 @@ def test_an_output_that_cannot_be_written_is_one_line_and_no_traceback(tmp_path,
         1,
         "forgemq: [Errno 28] No space left on device\n",
     )
+
+
+def test_a_run_that_goes_on_after_a_stop_is_listed_as_up(tmp_path):
+    folder = RunFolder(tmp_path / "r")
+    folder.make(configuration())
+    log = asyncio.run(log_of(SyntheticRun().play(steps=2)))
+    state = Follower(log, started()).state()
+    stopped = report(state, trees=(), verdicts=(), duration_s=1.0, reason="interrupted")
+    (folder / "report.json").write_bytes(msgspec.json.encode(stopped))
+    (folder / "curves.jsonl").write_text('{"step":2,"loss":1.0}\n')
+
+    def cells() -> list[str]:
+        console = Console(file=io.StringIO(), width=200)
+        assert (
+            run_tool(["runs"], environ={"FORGEMQ_LAUNCHER_RUNS": str(tmp_path)}, console=console)
+            == 0
+        )
+        (row,) = [line for line in console.file.getvalue().splitlines() if " r " in line]
+        return [cell.strip() for cell in row.split("\u2502")[1:4]]
+
+    assert cells() == ["r", "interrupted", f"{state.steps_trained}/3"]
+    with folder.locked():
+        assert cells() == ["r", "up", "3/3"]
 
 
 @pytest.mark.parametrize("seconds", ["nan", "-1", "0", "inf", "soon"])

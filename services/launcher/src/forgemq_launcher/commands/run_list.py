@@ -80,10 +80,12 @@ def _announced_cells(announced: AnnouncedRun) -> tuple[str, ...]:
 def _run_cells(folder: RunFolder) -> tuple[str, ...]:
     """A run's row, after its name."""
     configuration = folder.configuration()
-    state = "up" if folder.is_up() else "stopped"
+    is_up = folder.is_up()
+    state = "up" if is_up else "stopped"
     if folder.is_evaluation:
         return *_evaluation_cells(folder, state=state), str(configuration.seed)
-    report = _report_of(folder)
+    # That of a run which goes on says how an earlier start of it ended.
+    report = None if is_up else _report_of(folder)
     return (
         report.reason if report else state,
         f"{report.steps if report else _curve_steps(folder)}/{configuration.trainer.steps}",
