@@ -41,6 +41,30 @@ def test_an_error_is_an_event_with_its_cause_and_information_is_dropped():
     assert [(each["level"], each["error"]) for each in events] == [("error", "OSError: reset")]
 
 
+def test_of_lines_that_differ_in_their_values_alone_ten_a_minute_are_written():
+    """A broker was away for 90 s, its client tried 200 times a second, and another call failed."""
+    tries = []
+    for number in range(90 * 200):
+        tries.append(record(logging.ERROR, "Unable connect to node with id %s", number))
+        tries[-1].created = 1_000.0 + number / 200
+    other = record(logging.ERROR, "no answer")
+    other.created = 1_030.0
+    events = logged_inside(*tries[:6_000], other, *tries[6_000:])
+    texts = [str(each["text"]).rpartition(" ")[2] for each in events]
+    numbers = [str(number) for number in (*range(10), "answer", *range(12_000, 12_010))]
+    assert texts == numbers
+    assert [each["left_out"] for each in events if "left_out" in each] == [11_990]
+    assert events[11]["left_out"] == 11_990
+
+
+def test_a_clock_that_was_set_back_silences_nothing():
+    lines = [record(logging.ERROR, "away") for _ in range(22)]
+    for number, line in enumerate(lines):
+        line.created = 5_000.0 if number < 11 else 1_000.0
+    events = logged_inside(*lines)
+    assert [each.get("left_out") for each in events] == [None] * 10 + [1] + [None] * 9
+
+
 def test_nothing_becomes_an_event_once_the_service_has_ended():
     before = list(logging.getLogger().handlers)
     logged_inside()
