@@ -12,4 +12,4 @@ def test_the_command_forgemq_runs_in_the_launchers_image():
     client = docker.from_env(timeout=120)
     image = image_of("forgemq-launcher", client)
     said = client.containers.run(image, ["--help"], entrypoint="forgemq", remove=True)
-    assert said.startswith(b"usage: forgemq [-h] COMMAND ...")
+    assert said.startswith(b"usage: forgemq [-h] [--version] COMMAND ...")
