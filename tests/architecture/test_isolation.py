@@ -152,5 +152,5 @@ def test_the_launcher_announces_runs_without_an_engine_beside_it(tmp_path: Path)
         timeout=60,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (2, "")
-    assert "FORGEMQ_BLOBS" in done.stdout
+    said = "forgemq: FORGEMQ_BLOBS: must be set: where all services reach the blob store\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
