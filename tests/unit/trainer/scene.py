@@ -259,6 +259,9 @@ OF_FAMILY: dict[str, dict[str, object]] = {
     "minimax_m2": {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+        "rotary_dim": 4,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10000.0,

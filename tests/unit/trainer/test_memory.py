@@ -229,7 +229,12 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         slow("qwen3_moe", "recomputed", 0.6, MANY_EXPERTS),
         slow("qwen3_moe", "kept", 1.0, MANY_EXPERTS),
         slow("gemma3_text", "blocks", 0.4, WINDOWED | {"sliding_window": 50}),
-        slow("minimax_m2", "kept", 1.0, {"num_local_experts": 8, "intermediate_size": 96}),
+        slow(
+            "minimax_m2",
+            "kept",
+            1.0,
+            {"num_local_experts": 8, "intermediate_size": 96, "rotary_dim": 16},
+        ),
         slow("glm4_moe", "blocks", 0.4, {"n_routed_experts": 8, "moe_intermediate_size": 96}),
         slow("glm4_moe", "kept", 1.0, {"first_k_dense_replace": 2, "use_qk_norm": True}),
         slow("glm4_moe", "recomputed", 0.7, {"first_k_dense_replace": 1, "use_qk_norm": True}),

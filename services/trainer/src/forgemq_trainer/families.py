@@ -5,7 +5,6 @@ formula are known by class, and no test compares it. The refusal says what it co
 as that decides whether it could be supported.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,16 +17,9 @@ from forgemq_trainer.contents import (
     contents_of_configuration,
     contents_of_modules,
 )
-from forgemq_trainer.core.layers import SILU
+from forgemq_trainer.engine_differences import differences
 from forgemq_trainer.model_config import check_sizes
-from forgemq_trainer.model_sizes import SIGMOID_ROUTERS, expert_count
-
-PARTIAL_ROTARY = ("glm4_moe", "minimax_m2")
-"""Families in which a part of a head may turn with its position. The classes of the others turn all
-of it, whatever their configuration says, and SGLang's classes of some of them obey it."""
-
-GELU = ("gelu_pytorch_tanh",)
-"""The activation of Gemma 3."""
+from forgemq_trainer.model_sizes import expert_count
 
 ROW_BYTES = 16
 """The rows that torch's product of a group of matrices takes are a multiple of it."""
@@ -63,49 +55,14 @@ def check_supported(config: Any) -> None:  # noqa: ANN401  # a configuration of 
     if found := contents_of_configuration(config):
         raise UnsupportedModelError("; ".join(found))
     check_sizes(config)
-    _check_same_as_engines(config)
+    if found := list(differences(config)):
+        raise UnsupportedModelError("; ".join(found))
     dense = getattr(config, "mlp_only_layers", None) or []
     if dense:
         raise UnsupportedModelError(f"mlp_only_layers must be empty, got {list(dense)}")
     step = getattr(config, "decoder_sparse_step", 1)
     if step != 1:
         raise UnsupportedModelError(f"decoder_sparse_step must be 1, got {step}")
-
-
-def _check_same_as_engines(config: Any) -> None:  # noqa: ANN401
-    """Refuse what transformers or SGLang ignores of a family, and the other may not.
-
-    Raises:
-        UnsupportedModelError: names the field and the rule.
-    """
-    kind = config.model_type
-    name, known = ("hidden_activation", GELU) if kind == "gemma3_text" else ("hidden_act", SILU)
-    if (activation := getattr(config, name, None)) not in known:
-        raise UnsupportedModelError(
-            f"{name} must be {known[0]} in a model of type {kind}, got {activation}: SGLang has no "
-            "other"
-        )
-    parts = set(_rotary_parts(getattr(config, "rope_parameters", None)))
-    parts.add(getattr(config, "partial_rotary_factor", None))
-    if kind not in PARTIAL_ROTARY and (others := parts - {None, 1}):
-        raise UnsupportedModelError(
-            f"partial_rotary_factor must be 1 in a model of type {kind}, got {others.pop()}: its "
-            "class turns whole heads"
-        )
-    scoring = getattr(config, "scoring_func", None)
-    if kind in SIGMOID_ROUTERS and scoring not in (None, "sigmoid"):
-        raise UnsupportedModelError(
-            f"scoring_func must be sigmoid in a model of type {kind}, got {scoring}: its class "
-            "has no other"
-        )
-
-
-def _rotary_parts(rotary: object) -> Iterator[float | None]:
-    """The parts of a head that turn, of each kind of layers that has its own."""
-    if isinstance(rotary, dict):
-        yield rotary.get("partial_rotary_factor")
-        for each in rotary.values():
-            yield from _rotary_parts(each)
 
 
 def check_modules(model: nn.Module) -> None:

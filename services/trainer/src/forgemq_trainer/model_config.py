@@ -39,6 +39,7 @@ SIZES = (
     "intermediate_size",
     "moe_intermediate_size",
     "vocab_size",
+    "sliding_window",
 )
 """Fields that are at least 1 where a model has them."""
 
@@ -136,6 +137,7 @@ def check_sizes(config: object) -> None:
             f"num_key_value_heads must divide num_attention_heads, got {key_heads} and {heads}"
         )
     _check_latent(sizes)
+    _check_window(config)
     _check_experts(config)
 
 
@@ -146,12 +148,27 @@ def _check_latent(sizes: Mapping[str, int]) -> None:
         return
     if rotary % 2:
         raise ModelConfigError(f"qk_rope_head_dim must be even, got {rotary}: pairs turn")
+    keys = sizes.get("qk_nope_head_dim", 0) + rotary
+    if (values := sizes.get("v_head_dim", 0)) > keys:
+        raise ModelConfigError(
+            f"v_head_dim must be at most qk_nope_head_dim + qk_rope_head_dim, which is {keys}, got "
+            f"{values}: attention has one head size"
+        )
     # The family's class makes the angles of so many values, and turns qk_rope_head_dim of them.
     if sizes.get("head_dim", rotary) != rotary:
         raise ModelConfigError(
             f"head_dim must be qk_rope_head_dim, which is {rotary}, or left out, got "
             f"{sizes['head_dim']}"
         )
+
+
+def _check_window(config: object) -> None:
+    """Refuse layers with a window of which no size is known."""
+    kinds = getattr(config, "layer_types", None) or ()
+    # The class of gpt-oss asks for the window even if no layer has it.
+    is_asked = "sliding_attention" in kinds or getattr(config, "model_type", "") == "gpt_oss"
+    if is_asked and getattr(config, "sliding_window", 1) is None:
+        raise ModelConfigError("sliding_window must be at least 1 with such layer_types, got None")
 
 
 def _check_experts(config: object) -> None:
@@ -162,14 +179,19 @@ def _check_experts(config: object) -> None:
     experts = getattr(config, name) or 0
     if not isinstance(chosen, int) or not 1 <= chosen <= experts:
         raise ModelConfigError(f"{CHOSEN} must be 1 to {name}, which is {experts}, got {chosen}")
-    groups, kept = getattr(config, "n_group", None), getattr(config, "topk_group", None)
-    if groups is not None and kept is not None:
-        _check_groups((name, experts), chosen=chosen, groups=groups, kept=kept)
+    if hasattr(config, "n_group") and hasattr(config, "topk_group"):
+        _check_groups((name, experts), chosen=chosen, groups=config.n_group, kept=config.topk_group)
 
 
-def _check_groups(named: tuple[str, int], *, chosen: int, groups: int, kept: int) -> None:
+def _check_groups(
+    named: tuple[str, int], *, chosen: int, groups: int | None, kept: int | None
+) -> None:
     """Refuse groups of experts of which a router could not choose."""
     name, experts = named
+    if groups is None or kept is None:
+        raise ModelConfigError(
+            f"n_group and topk_group must be at least 1, got {groups} and {kept}"
+        )
     if groups < 1 or experts % groups:
         raise ModelConfigError(f"n_group must divide {name}, which is {experts}, got {groups}")
     if not 1 <= kept <= groups:
