@@ -2,7 +2,9 @@
 
 import pytest
 
-from forgemq_launcher.core.engine_families import FamilyConfig, check_family
+from forgemq_launcher.core.engine_families import FamilyConfig, Rotary, check_family
+
+LINEAR = Rotary(type="linear", factor=4.0)
 
 
 @pytest.mark.parametrize(
@@ -13,6 +15,11 @@ from forgemq_launcher.core.engine_families import FamilyConfig, check_family
         (FamilyConfig(model_type="qwen3", sliding_window=100), False),
         (FamilyConfig(model_type="gemma3_text", sliding_window=100), False),
         (FamilyConfig(model_type="gpt_oss", sliding_window=100), True),
+        (FamilyConfig(model_type="llama", max_position_embeddings=4096), False),
+        (
+            FamilyConfig(model_type="llama", max_position_embeddings=1024, rope_scaling=LINEAR),
+            False,
+        ),
     ],
 )
 def test_what_the_engine_computes_is_taken(config: FamilyConfig, *, has_gpu: bool) -> None:
@@ -29,6 +36,18 @@ def test_what_the_engine_computes_is_taken(config: FamilyConfig, *, has_gpu: boo
         (
             FamilyConfig(model_type="qwen3", sliding_window=100, use_sliding_window=True),
             "SGLang ignores the window of a model of type qwen3$",
+        ),
+        (
+            FamilyConfig(model_type="qwen3", max_position_embeddings=4095),
+            r"^model.context_tokens_max must be at most the model's positions, 4095 .* got 4096",
+        ),
+        (
+            FamilyConfig(
+                model_type="qwen3",
+                max_position_embeddings=1024,
+                rope_parameters=Rotary(rope_type="yarn", factor=4.0),
+            ),
+            "the model's positions, 1024 .* got 4096: SGLang starts with no longer context",
         ),
         (FamilyConfig(model_type="gpt_oss"), r"^model.path: .* gpt_oss needs engines on GPUs"),
     ],

@@ -1,7 +1,10 @@
 """What SGLang does not compute of a family that the trainer trains exactly.
 
 With a window that it ignores it starts and serves, with other log-probabilities than the trainer's.
+With a context beyond the model's positions it does not start.
 """
+
+from typing import Any
 
 from msgspec import Struct
 
@@ -14,12 +17,37 @@ ON_GPUS_ONLY = ("gpt_oss",)
 """Families whose sinks its attention on a CPU does not have, with which it does not start."""
 
 
+class Rotary(Struct, frozen=True, kw_only=True):
+    """What is read of the scaling of a rotary embedding."""
+
+    rope_type: Any = None
+    type: Any = None
+    """The name of `rope_type` in older configurations."""
+    factor: Any = None
+    """Transformers takes what is no number too, and warns."""
+
+
 class FamilyConfig(Struct, frozen=True, kw_only=True):
     """What is read of a model's config.json."""
 
     model_type: str = ""
     sliding_window: int | None = None
     use_sliding_window: bool = False
+    max_position_embeddings: int | None = None
+    rope_scaling: Rotary | None = None
+    rope_parameters: Rotary | None = None
+    """The name of `rope_scaling` since transformers 5."""
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens of a context at most, as SGLang derives them; None if the file does not say."""
+        if self.max_position_embeddings is None:
+            return None
+        rotary = self.rope_parameters or self.rope_scaling or Rotary()
+        # Of yarn and llama3 the model's positions are those with the scaling.
+        is_linear = "linear" in (rotary.rope_type, rotary.type)
+        factor = rotary.factor if is_linear and isinstance(rotary.factor, int | float) else 1.0
+        return int(self.max_position_embeddings * factor)
 
     @property
     def window(self) -> int | None:
@@ -39,6 +67,12 @@ def check_family(config: FamilyConfig, *, context_tokens_max: int, has_gpu: bool
     Raises:
         ValueError: names the field and the rule.
     """
+    if config.positions is not None and config.positions < context_tokens_max:
+        raise ValueError(
+            f"model.context_tokens_max must be at most the model's positions, {config.positions} "
+            f"(max_position_embeddings in its config.json), got {context_tokens_max}: SGLang "
+            "starts with no longer context; if the model takes more, write its positions there"
+        )
     if config.window is not None and config.window < context_tokens_max:
         raise ValueError(
             f"model.context_tokens_max must be at most the model's sliding_window, "
