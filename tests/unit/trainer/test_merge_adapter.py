@@ -45,6 +45,7 @@ def _set(adapter: Path, **settings: object) -> None:
 def test_settings_of_peft_that_change_nothing_are_merged(tmp_path: Path) -> None:
     adapter = _adapter(tmp_path)
     off = {"use_rslora": False, "rank_pattern": {}, "modules_to_save": None, "revision": None}
+    off |= {"init_lora_weights": "gaussian"}
     _set(adapter, **off)
     assert merge_adapter(adapter, tmp_path / "merged") == 1
     found, base = (load_file(tmp_path / each / "model.safetensors") for each in ("merged", "base"))
@@ -90,6 +91,8 @@ def test_an_adapter_that_names_no_checksum_is_merged_as_one_of_peft(tmp_path: Pa
         {"modules_to_save": ["lm_head"]},
         {"bias": "all"},
         {"r": 0},
+        {"init_lora_weights": "pissa_niter_4"},
+        {"init_lora_weights": "olora"},
     ],
 )
 def test_an_adapter_that_is_more_than_a_product_of_two_factors_is_refused_by_name(
@@ -113,7 +116,7 @@ def test_factors_of_another_shape_than_the_layer_are_refused(
     adapter = _adapter(tmp_path, a=a, b=b)
     with pytest.raises(MergeError, match=rf"{LAYER}.weight of the base model has shape \(32, 32\)"):
         merge_adapter(adapter, tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter", "base"}
 
 
 def test_a_damaged_file_of_adapter_or_base_is_refused(tmp_path: Path) -> None:

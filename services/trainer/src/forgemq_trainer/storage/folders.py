@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 HASHED_BYTES_AT_ONCE = 1 << 20
@@ -40,7 +40,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
 def write_folder(folder: Path, fill: Callable[[Path], None], *, is_synced: bool = True) -> None:
     """Make `folder` hold exactly what `fill` writes; after a crash it is whole or absent.
 
-    Replaces an older folder of that name.
+    Replaces an older folder of that name. Nothing stays of one whose writing fails, as on a full
+    disk; a killed process leaves it to `remove_leftovers`.
 
     Args:
         folder: To write.
@@ -50,12 +51,15 @@ def write_folder(folder: Path, fill: Callable[[Path], None], *, is_synced: bool 
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
-    fill(draft)
-    # Before the rename: a crash of the machine may otherwise leave a folder of the right name with
-    # empty files in it.
-    if is_synced:
-        _sync_files(draft)
+    with ExitStack() as failed:
+        failed.callback(shutil.rmtree, draft, ignore_errors=True)
+        draft.mkdir()
+        fill(draft)
+        # Before the rename: a crash of the machine may otherwise leave a folder of the right name
+        # with empty files in it.
+        if is_synced:
+            _sync_files(draft)
+        failed.pop_all()
     remove_folder(folder)
     draft.rename(folder)
     if is_synced:
