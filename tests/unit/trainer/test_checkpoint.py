@@ -13,7 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from forgemq_contracts import topics
+from forgemq_contracts.loss import Loss
+from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import TrainedStep
+from forgemq_settings.environment import SettingsError
 from forgemq_telemetry.telemetry import Telemetry
 from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.storage.checkpoint import (
@@ -23,7 +26,8 @@ from forgemq_trainer.storage.checkpoint import (
     OtherRunError,
     checkpoints,
 )
-from forgemq_trainer.storage.folders import write_folder
+from forgemq_trainer.storage.folders import file_sha256, write_folder
+from forgemq_trainer.storage.weights import WEIGHTS_FILE
 from forgemq_trainer.store import Store
 from forgemq_trainer.training import Training
 from tests.unit.trainer.rank_life import optimizer_tensors
@@ -37,17 +41,26 @@ from tests.unit.trainer.scene import (
 )
 
 
-def _trained_store(folder: Path, *, steps: int) -> tuple[Store, Training]:
-    configuration = configuration_of(save_base(folder / "base"), checkpoints_kept=9)
-    training = Training(configuration, device="cpu", checkpoint=None)
-    telemetry = Telemetry(service="trainer", stream=io.StringIO())
-    store = Store(
+def _store(folder: Path, configuration: RunConfiguration) -> Store:
+    return Store(
         TrainerSettings(folder=str(folder / "t")),
         blobs=str(folder / "blobs"),
         configuration=configuration,
-        telemetry=telemetry,
+        telemetry=Telemetry(service="trainer", stream=io.StringIO()),
         is_stopping=lambda: False,
     )
+
+
+def _trained_store(
+    folder: Path, *, steps: int, reference_weight: float = 0.0
+) -> tuple[Store, Training]:
+    configuration = msgspec.structs.replace(
+        configuration_of(save_base(folder / "base"), checkpoints_kept=9),
+        loss=Loss(reference_weight=reference_weight),
+    )
+    training = Training(configuration, device="cpu", checkpoint=None)
+    store = _store(folder, configuration)
+    store.save_restored(training, None, lineage=1)
     generator = np.random.default_rng(0)
     for step in range(steps):
         tree = merge(agent_samples(generator), f"g-{step}")
@@ -178,6 +191,21 @@ def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
     _trained_store(tmp_path, steps=1)
     with pytest.raises(OtherRunError, match="of run r, this is other"):
         list(checkpoints(tmp_path / "t" / "checkpoints", run="other"))
+
+
+def test_a_checkpoint_is_not_resumed_near_another_reference(tmp_path: Path) -> None:
+    store, _ = _trained_store(tmp_path, steps=1, reference_weight=0.1)
+    found = store.newest_checkpoint()
+    assert found is not None
+    configuration, base = found.record.configuration, tmp_path / "base"
+    trained_near = file_sha256(base / WEIGHTS_FILE)
+    assert found.record.reference_sha256 == trained_near
+    assert _store(tmp_path, configuration).newest_checkpoint() is not None
+    save_base(base, initializer_range=0.1)
+    with pytest.raises(SettingsError, match=rf"the reference .* sha256 {trained_near}, and .*base"):
+        _store(tmp_path, configuration).newest_checkpoint()
+    without = msgspec.structs.replace(configuration, loss=Loss())
+    assert _store(tmp_path, without).newest_checkpoint() is not None
 
 
 def test_a_folder_is_whole_or_absent_and_nothing_stays_of_half_of_one(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ class Store:
         self._configuration = configuration
         self._base = Path(configuration.model.path)
         self._lora = configuration.lora
+        self._reference_sha256 = ""
         speculation = configuration.speculation
         self._base_head = Path("" if speculation is None else speculation.head)
         self._telemetry = telemetry
@@ -99,7 +100,8 @@ class Store:
         Raises:
             OtherRunError: the folder belongs to another run.
             OtherConfigurationError: the run's configuration differs from the checkpoint's.
-            SettingsError: the checkpoint's adapter belongs to another base model.
+            SettingsError: the checkpoint's adapter, or its loss's reference, belongs to another
+                base model.
         """
         # If the log names a newer one than this, `PreviousLives.next_lineage` stops the trainer.
         for found in checkpoints(self._checkpoints, run=self._configuration.run):
@@ -108,7 +110,9 @@ class Store:
                 continue
             check_configuration(found.record.configuration, self._configuration)
             if self._lora is not None:
-                self._check_base(found)
+                self._check_base(found, "the adapter", sha256=found.record.weights_sha256)
+            if self._has_reference and (sha256 := found.record.reference_sha256):
+                self._check_base(found, "the reference of the loss", sha256=sha256)
             return found
         return None
 
@@ -134,6 +138,8 @@ class Store:
         Raises:
             BlobError: the object store refuses, or has been away for too long.
         """
+        # Of the model as it was loaded, not as it is when the first checkpoint is written.
+        self._reference_sha256 = self._base_sha256 if self._has_reference else ""
         if self._lora is not None and (checkpoint is not None or self._publishes_adapters):
             self._checkpointed = frozenset({self._folder(training, lineage=lineage)})
             return self.keep_version(self.write_version(training, lineage=lineage))
@@ -210,7 +216,10 @@ class Store:
     ) -> None:
         """Write a checkpoint durably, and remove the oldest ones beyond `checkpoints_kept`."""
         state = TrainingState(
-            trained=trained, configuration=self._configuration, tree_positions=tree_positions
+            trained=trained,
+            configuration=self._configuration,
+            tree_positions=tree_positions,
+            reference_sha256=self._reference_sha256,
         )
         write_checkpoint(
             self._checkpoints,
@@ -235,12 +244,15 @@ class Store:
     def _base_sha256(self) -> str:
         return model_sha256(self._base)
 
-    def _check_base(self, checkpoint: Checkpoint) -> None:
-        wanted = checkpoint.record.weights_sha256
-        if wanted != self._base_sha256:
+    @property
+    def _has_reference(self) -> bool:
+        return bool(self._configuration.loss.reference_weight)
+
+    def _check_base(self, checkpoint: Checkpoint, what: str, *, sha256: str) -> None:
+        if sha256 != self._base_sha256:
             raise SettingsError(
-                f"model.path: the adapter in {checkpoint.folder} belongs to a base model with "
-                f"sha256 {wanted}, and {self._base} has {self._base_sha256}: put that model back"
+                f"model.path: {what} in {checkpoint.folder} belongs to a base model with "
+                f"sha256 {sha256}, and {self._base} has {self._base_sha256}: put that model back"
             )
 
     @property

@@ -57,11 +57,13 @@ class TrainingState:
         trained: The newest step's record, to be written again if the log lacks it.
         configuration: The run's.
         tree_positions: (partition, offset) of merged-trees from which to read on.
+        reference_sha256: Of the model that the loss keeps near to; "" without one.
     """
 
     trained: TrainedStep
     configuration: RunConfiguration
     tree_positions: tuple[tuple[int, int], ...]
+    reference_sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,7 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         head_sha256: Of the draft head's file; "" without one.
         head_optimizer_sha256: Of the file of its optimizer.
         adapter_sha256: Of the adapter's file; "" if the checkpoint has a whole model.
+        reference_sha256: As in `TrainingState`.
     """
 
     run: str
@@ -116,6 +119,7 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     head_sha256: str = ""
     head_optimizer_sha256: str = ""
     adapter_sha256: str = ""
+    reference_sha256: str = ""
     optimizer_parts: tuple[OptimizerPart, ...] = ()
 
     @property
@@ -254,6 +258,7 @@ def write_checkpoint(
             if head is None
             else file_sha256(draft / HEAD_FOLDER / OPTIMIZER_FILE),
             adapter_sha256=weights.sha256 if weights.is_adapter else "",
+            reference_sha256=state.reference_sha256,
         )
         encoded = msgspec.json.encode(record)
         sealed = _SealedRecord(record=msgspec.Raw(encoded), sha256=_sha256(encoded))
