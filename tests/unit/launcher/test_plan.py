@@ -4,6 +4,7 @@ is called in this process."""
 import io
 import json
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -335,3 +336,23 @@ def test_a_model_that_no_rank_can_hold_is_refused_for_that_and_not_for_a_budget_
     assert run_tool(arguments, environ=os.environ, console=console) == 1
     (reason,) = json.loads(console.file.getvalue())["reasons"]
     assert reason.startswith("weights, gradients and moments take 91.6 GB of each of 6 ranks")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shard_ranks", "memory_gb", "expected"),
+    [
+        (2, "60", "take 72.4 GB of 60.0 GB of memory, of which 50% may be the trainer's: more"),
+        (1, "200", "take 144.8 GB of 200.0 GB of memory, .* trainer's: trainer.shard_ranks, or mo"),
+    ],
+)
+def test_ranks_without_gpus_are_said_to_share_the_nodes_memory(
+    shard_ranks: int, memory_gb: str, expected: str
+):
+    console = Console(file=io.StringIO(), width=200)
+    recipe = ROOT / "deploy/recipes/qwen3-4b/maths.toml"
+    changes = ("trainer.world_size=2", f"trainer.shard_ranks={shard_ranks}")
+    arguments = ("plan", str(recipe), *changes, "--gpu", "cpu", "--host-memory", memory_gb)
+    assert run_tool((*arguments, "--json"), environ=os.environ, console=console) == 1
+    reason = json.loads(console.file.getvalue())["reasons"][0]
+    assert re.match(f"weights, gradients and moments of 2 ranks {expected}", reason)

@@ -163,7 +163,7 @@ def _check_latent(sizes: Mapping[str, int]) -> None:
 
 
 def _check_window(config: object) -> None:
-    """Refuse layers with a window of which no size is known."""
+    """Refuse layers with a window whose size is not given."""
     kinds = getattr(config, "layer_types", None) or ()
     # The class of gpt-oss asks for the window even if no layer has it.
     is_asked = "sliding_attention" in kinds or getattr(config, "model_type", "") == "gpt_oss"

@@ -8,6 +8,7 @@ from forgemq_contracts.lane_engines import shapes_of
 from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.core.engine_families import FamilyConfig, check_family, check_format
 from forgemq_launcher.core.engine_spread import ModelSizes, check_spread
+from forgemq_launcher.core.trainer_place import HOST_SHARE
 from forgemq_launcher.placement import gpus_of_engines
 from forgemq_launcher.plan.run_plan import PlannedRun, RunPlan
 from forgemq_launcher.plan.trainer_memory import TrainerMemory
@@ -55,6 +56,16 @@ def _trainer_reasons(plan: RunPlan) -> Iterator[str]:
     memory, step = plan.trainer, plan.step
     held = memory.state_bytes + memory.reference_bytes
     room = memory.device_bytes - memory.spare_bytes
+    if not memory.budget_bytes and memory.device == "cpu":
+        # Ranks without GPUs share the node's memory: more of them hold as much in all.
+        copies = memory.ranks // memory.shard_ranks
+        yield (
+            f"weights, gradients and moments of {memory.ranks} ranks take "
+            f"{size(held * memory.ranks)} of {size(room)} of memory, of which "
+            f"{HOST_SHARE:.0%} may be the trainer's: "
+            + ("trainer.shard_ranks, or more memory" if copies > 1 else "more memory")
+        )
+        return
     if not memory.budget_bytes:
         yield (
             f"weights, gradients and moments take {size(held)} of each of {memory.ranks} ranks, "

@@ -134,7 +134,7 @@ def plan_of(run: PlannedRun, ask: Ask) -> RunPlan:
 def _model(run: PlannedRun, ask: Ask) -> PlannedModel:
     model = ask(AskedModel(config=run.config, lora=run.configuration.lora))
     if isinstance(model, RefusedPlan):
-        raise PlanError(f"config.json: {model.reason}")
+        raise PlanError(model.reason)
     assert isinstance(model, PlannedModel), "the answer to this question"
     return model
 
