@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from forgemq_contracts.episodes import STOP_STRINGS_MAX
 from forgemq_contracts.lane_engines import LaneEngines, check_lanes
 from forgemq_sglang_cpu import plugin
 from forgemq_sglang_cpu.adapters import EngineAdapters
@@ -132,6 +133,12 @@ def test_no_other_name_of_a_flag_that_forgemq_sets_is_let_through(
         else:
             taken.add(name)
     assert taken == MAY_BE_GIVEN
+
+
+def test_sglang_takes_as_many_stop_strings_as_a_request_may_have() -> None:
+    from sglang.srt.sampling.sampling_params import MAX_STOP_COUNT
+
+    assert MAX_STOP_COUNT == STOP_STRINGS_MAX
 
 
 def test_sglang_has_every_name_that_a_hook_takes() -> None:

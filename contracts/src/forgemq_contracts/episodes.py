@@ -45,6 +45,10 @@ EpisodeStatus: TypeAlias = Annotated[
 ]
 
 
+STOP_STRINGS_MAX = 32
+"""What SGLang takes in one request; it refuses more."""
+
+
 class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters as used: those that the episode pins replace the client's."""
 

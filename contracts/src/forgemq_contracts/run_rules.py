@@ -1,5 +1,6 @@
 """Which fields of a run's configuration can work together."""
 
+from collections.abc import Iterator
 from itertools import product
 
 import msgspec
@@ -7,6 +8,7 @@ import msgspec
 from forgemq_contracts.curriculum_rules import check_curricula
 from forgemq_contracts.domains import context_tokens_max_of, sampling_of
 from forgemq_contracts.environments import environment_of
+from forgemq_contracts.episodes import STOP_STRINGS_MAX
 from forgemq_contracts.lane_engines import check_lanes, is_paired
 from forgemq_contracts.lora_rules import check_lora
 from forgemq_contracts.loss import check_loss
@@ -63,6 +65,7 @@ def check(configuration: RunConfiguration) -> None:
     _check_evaluation(configuration)
     _check_live(configuration)
     _check_sampling(configuration)
+    _check_stop_strings(configuration)
     _check_domains(configuration)
     check_stages(configuration)
     check_curricula(configuration)
@@ -272,11 +275,26 @@ def _check_sampling(configuration: RunConfiguration) -> None:
             )
 
 
+def _check_stop_strings(configuration: RunConfiguration) -> None:
+    """Refuse what an engine refuses, and the empty text: it ends an output at its first token."""
+    for queue, stage in _queues_in_stages(configuration):
+        stops = sampling_of(configuration, domain=queue.domain, stage=stage).stop
+        if "" in stops or len(stops) > STOP_STRINGS_MAX:
+            raise ValueError(
+                f"queues.{queue.domain}: sampling.stop must have at most {STOP_STRINGS_MAX} texts, "
+                f"none of them empty, got {list(stops)}"
+            )
+
+
+def _queues_in_stages(configuration: RunConfiguration) -> Iterator[tuple[Queue, int | None]]:
+    """Each queue before any stage (None), and in each stage."""
+    return product(configuration.queues, (None, *range(len(configuration.stages))))
+
+
 def _check_distillation(configuration: RunConfiguration) -> None:
     if configuration.distillation is None:
         return
-    stages = (None, *range(len(configuration.stages)))
-    for queue, stage in product(configuration.queues, stages):
+    for queue, stage in _queues_in_stages(configuration):
         temperature = sampling_of(configuration, domain=queue.domain, stage=stage).temperature
         if temperature != 1:
             raise ValueError(

@@ -77,3 +77,10 @@ def test_a_domain_cannot_sample_what_does_not_train(table):
 def test_a_wrong_reward_field_of_a_domain_does_not_decode(table):
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(table, DomainRewards)
+
+
+@pytest.mark.parametrize("stops", [("END", ""), tuple(map(str, range(33)))])
+def test_stop_strings_that_no_engine_can_use_are_refused_by_queue(stops):
+    with pytest.raises(ValueError, match=r"^queues\.own: sampling\.stop must have at most 32 "):
+        check(run_of(sampling=DomainSampling(stop=stops)))
+    check(run_of(sampling=DomainSampling(stop=tuple(map(str, range(32))))))

@@ -2,8 +2,8 @@
 
 import msgspec
 
-from forgemq_contracts.episodes import Sampling
-from forgemq_gateway.core.errors import context_overflow
+from forgemq_contracts.episodes import STOP_STRINGS_MAX, Sampling
+from forgemq_gateway.core.errors import context_overflow, invalid
 
 
 def pinned_sampling(run: Sampling, *, temperature: float | None) -> Sampling:
@@ -45,7 +45,8 @@ def used_sampling(
     The length is the smallest of what was asked, what is pinned and what fits the context.
 
     Raises:
-        RefusedError: 400 context_length_exceeded: not even one token fits.
+        RefusedError: 400 context_length_exceeded: not even one token fits; 400: too many stop
+            strings for an engine.
     """
     room = context_tokens_max - context_tokens
     if room < 1:
@@ -55,6 +56,22 @@ def used_sampling(
         max_tokens=min(
             pinned.max_tokens if max_tokens is None else max_tokens, pinned.max_tokens, room
         ),
-        stop=tuple(dict.fromkeys((*pinned.stop, *stop))),
+        stop=_stop_strings(pinned.stop, stop),
         stop_token_ids=tuple(dict.fromkeys((*pinned.stop_token_ids, *stop_token_ids))),
     )
+
+
+def _stop_strings(pinned: tuple[str, ...], asked: tuple[str, ...]) -> tuple[str, ...]:
+    """What ends an output; not the empty text, at which an engine ends it after one token.
+
+    Raises:
+        RefusedError: 400, there are more than an engine takes.
+    """
+    stops = tuple(dict.fromkeys(text for text in (*pinned, *asked) if text))
+    if len(stops) > STOP_STRINGS_MAX:
+        raise invalid(
+            f"there must be at most {STOP_STRINGS_MAX} stop strings, with the run's "
+            f"{len(pinned)}, got {len(stops)}",
+            param="stop",
+        )
+    return stops

@@ -126,7 +126,8 @@ def _message(error: RefusedError) -> str:
         return f"prompt is too long: {over.tokens} tokens > {over.tokens_max} maximum"
     if error.is_context_full:
         return f"prompt is too long: {error.message}"
-    return f"{error.param}: {error.message}" if error.param else error.message
+    param = "stop_sequences" if error.param == "stop" else error.param
+    return f"{param}: {error.message}" if param else error.message
 
 
 def _start(answer: Answer) -> dict[str, Any]:
