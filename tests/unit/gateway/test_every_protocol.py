@@ -93,6 +93,18 @@ async def test_a_context_that_does_not_fit_is_each_protocols_own_error(
         assert error["param"] == FIELD_OF_TEXT[path]
 
 
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", sorted(BODIES))
+async def test_every_answer_names_its_completion_in_a_header(
+    model: Path, path: str, is_stream: bool
+) -> None:
+    async with talk(model, lambda _: "x") as agent:
+        answer = await agent.post(path, {**BODIES[path]("a"), "stream": is_stream, "top_p": 0.5})
+        (finished,) = await agent.finished()
+    assert answer.headers["x-request-id"] == finished.request_id
+    assert answer.headers["x-forgemq-unused"] == "top_p"
+
+
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.path)
 def test_a_stream_that_overflows_ends_with_the_same_words(protocol: Any) -> None:
     request = protocol.read(json.dumps(BODIES[protocol.path]("a")).encode(), ())

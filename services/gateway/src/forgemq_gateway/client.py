@@ -36,7 +36,7 @@ class Client(Struct, kw_only=True, eq=False):
 
     async def keep_alive(self, *, request_id: str, created_s: int) -> None:
         """Tell the client of a stream that its answer is being made."""
-        await self._open_stream()
+        await self._open_stream(request_id)
         data = self.stream.keep_alive(
             request_id=request_id, created_s=created_s, model=self.request.model
         )
@@ -44,7 +44,7 @@ class Client(Struct, kw_only=True, eq=False):
 
     async def write_more(self, answer: Answer) -> None:
         """Write what an unfinished answer has beyond what was written."""
-        await self._open_stream()
+        await self._open_stream(answer.request_id)
         self.written = answer.reply
         data = self.stream.more(answer)
         await self.send({"type": "http.response.body", "body": data, "more_body": True})
@@ -75,26 +75,29 @@ class Client(Struct, kw_only=True, eq=False):
     async def _open(self, size_bytes: int, *, request_id: str) -> None:
         """Send the head of the answer, unless that was done."""
         if self.request.is_stream:
-            await self._open_stream()
+            await self._open_stream(request_id)
         elif not self.has_opened:
             self.has_opened = True
-            headers = {"x-request-id": request_id, **_unused(self.request)}
+            headers = self._headers(request_id)
             await self.send(json_start(size_bytes, headers=headers))
 
-    async def _open_stream(self) -> None:
+    async def _open_stream(self, request_id: str) -> None:
         if self.has_opened:
             return
         self.has_opened = True
-        unused = _unused(self.request).items()
+        own = self._headers(request_id).items()
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
-            *((name.encode(), value.encode()) for name, value in unused),
+            *((name.encode(), value.encode()) for name, value in own),
         ]
         await self.send({"type": "http.response.start", "status": 200, "headers": headers})
 
-
-def _unused(request: Request) -> dict[str, str]:
-    """The header that names what the client set and the episode decides."""
-    return {"x-forgemq-unused": ", ".join(request.unused)} if request.unused else {}
+    def _headers(self, request_id: str) -> dict[str, str]:
+        """The id of the answer, and what the client set and the episode decides."""
+        unused = self.request.unused
+        return {
+            "x-request-id": request_id,
+            **({"x-forgemq-unused": ", ".join(unused)} if unused else {}),
+        }
