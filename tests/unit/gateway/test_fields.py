@@ -29,6 +29,7 @@ def read(**fields: Any) -> Request:
     [
         ("response_format", {"type": "structural_tag", "structures": []}),
         ("logit_bias", {"5": -100}),
+        ("functions", [{"name": "find"}]),
         ("continue_final_message", True),
         ("add_generation_prompt", False),
     ],
@@ -44,6 +45,7 @@ def test_the_same_fields_without_effect_are_taken() -> None:
         response_format={"type": "text"},
         tool_choice="auto",
         logit_bias={},
+        functions=[],
         chat_template_kwargs={},
         continue_final_message=False,
         add_generation_prompt=True,

@@ -95,8 +95,9 @@ def test_fields_that_are_not_read_may_be_long_and_count_in_the_digest(
     protocol: Any, unread: dict[str, Any]
 ) -> None:
     def read(said: str = "hello", **more: Any) -> Request:
-        told = {"role": "user", "content": said}
-        body = {"messages": [told], "input": [told], "prompt": said, "temperature": 1, **more}
+        told = [{"role": "user", "content": said}]
+        given = {"prompt": said} if protocol.name == "completions" else {"input": told}
+        body = {"messages": told, **given, "temperature": 1, **more}
         return protocol.read(json.dumps(body).encode(), History())
 
     first, again = read(**unread), read(**unread)

@@ -255,6 +255,10 @@ async def test_refusals_name_the_field_and_unknown_ids_are_404(model: Path) -> N
             await ask(agent, picture)
         with pytest.raises(openai.BadRequestError) as nothing:
             await ask(agent, [])
+        for elsewhere in ({"conversation": "conv_1"}, {"prompt": {"id": "pmpt_1"}}):
+            with pytest.raises(openai.BadRequestError) as unread:
+                await ask(agent, "hello", **elsewhere)
+            assert [unread.value.param] == list(elsewhere)
     assert long.value.code == "context_length_exceeded"
     assert image.value.param == "input[0].content[0].type"
     assert nothing.value.param == "input"

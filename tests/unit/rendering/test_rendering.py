@@ -312,6 +312,13 @@ def test_systems_at_the_head_are_one_and_later_ones_are_user_turns(rendering: Re
     )
 
 
+def test_what_a_function_answered_is_read_as_a_tools_result(rendering: Rendering) -> None:
+    result = {"role": "function", "name": "find", "content": "3 shoes"}
+    rendered = rendering.render([*HEAD, result])
+    assert rendered == rendering.render([*HEAD, {**result, "role": "tool"}])
+    assert "<tool_response>\n3 shoes\n</tool_response>" in rendering.decode(rendered.ids)
+
+
 @pytest.mark.slow
 def test_importing_needs_neither_torch_nor_transformers() -> None:
     program = (

@@ -3,14 +3,17 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+# OpenAI's names of the same role at another time; templates know one of each.
+_ROLES = {"developer": "system", "function": "tool"}
+
 
 def plain_messages(
     messages: Sequence[Mapping[str, Any]], *, is_head: bool = True
 ) -> list[dict[str, Any]]:
     """Messages as every template accepts them: text content, and one system message at the head.
 
-    `developer` becomes `system`. System messages after the head become user messages: most
-    templates ignore or refuse them there.
+    `developer` becomes `system`, and `function` becomes `tool`. System messages after the head
+    become user messages: most templates ignore or refuse them there.
 
     Args:
         messages: In OpenAI chat form.
@@ -18,7 +21,7 @@ def plain_messages(
     """
     plain: list[dict[str, Any]] = []
     for message in messages:
-        role = "system" if message["role"] == "developer" else message["role"]
+        role = _ROLES.get(message["role"], message["role"])
         text = text_of(message.get("content"))
         if role == "system" and is_head and len(plain) == 1 and plain[0]["role"] == "system":
             plain[0]["content"] += "\n\n" + text

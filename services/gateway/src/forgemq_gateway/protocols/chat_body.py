@@ -116,6 +116,7 @@ class ChatFields(FormFields, kw_only=True):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     tools: Raw = NULL
+    functions: list[Raw] | None = None
     logit_bias: dict[str, float] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -334,6 +335,10 @@ def _check(fields: ChatFields) -> None:
 
 def _check_form(fields: ChatFields) -> None:
     """Refuse what would change the form of the reply and is not done."""
+    if fields.functions:
+        raise invalid(
+            "functions is not available: send tools, which took its place", param="functions"
+        )
     if fields.logit_bias:
         raise invalid("logit_bias is not available: it would change the policy", param="logit_bias")
     if fields.continue_final_message or fields.add_generation_prompt is False:

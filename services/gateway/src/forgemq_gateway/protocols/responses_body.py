@@ -49,6 +49,8 @@ class ResponsesFields(Struct):
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: Raw = NULL
+    prompt: Raw = NULL
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
     stream: bool | None = False
     include: list[str] | None = None
@@ -106,6 +108,7 @@ def request_of(body: bytes, conversation: Conversation, known: ReadItems | None 
         RefusedError: 400, naming the field; 404, an id that it refers to is not known.
     """
     raw, fields = decoded(body, _FIELDS, named=_NAMED, limits={"text": FORM_BYTES_MAX})
+    _check(fields)
     tools = _tools(fields.tools)
     wants_logprobs = _LOGPROBS in (fields.include or ())
     found, items = _input(fields, conversation, body=body, known=known)
@@ -121,6 +124,19 @@ def request_of(body: bytes, conversation: Conversation, known: ReadItems | None 
         wants_logprobs=wants_logprobs,
         top_tokens=(fields.top_logprobs or 0) if wants_logprobs else 0,
     )
+
+
+def _check(fields: ResponsesFields) -> None:
+    """Refuse what names messages that are kept elsewhere: the model would not read them."""
+    if fields.conversation != NULL:
+        raise invalid(
+            "conversation is not available: send its items, or previous_response_id",
+            param="conversation",
+        )
+    if fields.prompt != NULL:
+        raise invalid(
+            "prompt is not available: send what it says as instructions and input", param="prompt"
+        )
 
 
 def _input(
