@@ -27,9 +27,6 @@ EpisodeState: TypeAlias = Literal["open", "lapsed", "finishing", "ended"]
 _TOOLS_BYTES = 5
 """About what a byte of tools in JSON takes once it is decoded: short texts in small objects."""
 
-# What the protocols write before the id of a completion.
-_ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
-
 
 class Ending(Struct, frozen=True, kw_only=True):
     """How an episode ended: the agent ended it, a limit did, or its lease lapsed."""
@@ -339,11 +336,10 @@ class HeldEpisode:
 def reported_reward(request: RewardRequest) -> ReportedReward:
     """The reward in a request, with the id of its completion as the records have it."""
     completion = request.completion_id
-    if completion is not None:
-        completion = completion.removeprefix(next(filter(completion.startswith, _ID_PREFIXES), ""))
     return ReportedReward(
         reward_id=request.reward_id,
         name=request.name,
         value=request.value,
-        completion_id=completion,
+        # Chat completions write it before the id.
+        completion_id=None if completion is None else completion.removeprefix("chatcmpl-"),
     )
