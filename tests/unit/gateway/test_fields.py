@@ -40,6 +40,22 @@ def test_what_would_change_the_form_of_a_reply_is_refused_by_name(param: str, va
     assert (refused.value.status, refused.value.param) == (400, param)
 
 
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "function", "name": "find", "parameters": {}},  # As in responses.
+        {"name": "find", "input_schema": {}},  # As in Anthropic's messages.
+        {"type": "function", "function": None},
+    ],
+)
+def test_a_tool_that_the_model_would_not_be_shown_is_refused_by_name(tool: Any) -> None:
+    web_search = {"type": "web_search"}
+    with pytest.raises(RefusedError) as refused:
+        read(tools=[web_search, tool])
+    assert (refused.value.status, refused.value.param) == (400, "tools[1].function")
+    assert read(tools=[web_search]).tools == ()
+
+
 def test_the_same_fields_without_effect_are_taken() -> None:
     request = read(
         response_format={"type": "text"},

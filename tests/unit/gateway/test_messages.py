@@ -11,6 +11,8 @@ import anthropic
 import httpx
 import pytest
 
+from forgemq_gateway.core.errors import RefusedError
+from forgemq_gateway.protocols.messages_body import request_of
 from tests.unit.gateway.scripted_lane import Asked
 from tests.unit.gateway.talk import Talk, talk
 
@@ -239,6 +241,21 @@ async def test_the_count_of_tokens_is_that_of_the_request_first_and_later(model:
         await both(HELLO, echoed(first), results(first))
         sampled = len(agent.seen())
     assert sampled == 2
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"name": "find", "description": "find things"},
+        {"type": "custom", "name": "find", "input_schema": None},
+        {"type": "function", "function": {"name": "find", "parameters": {}}},  # OpenAI's form.
+    ],
+)
+def test_a_tool_that_the_model_would_not_be_shown_is_refused_by_name(tool: Any) -> None:
+    body = {"messages": [HELLO], "tools": [*TOOLS, tool]}
+    with pytest.raises(RefusedError) as refused:
+        request_of(json.dumps(body).encode())
+    assert (refused.value.status, refused.value.param) == (400, "tools[1].input_schema")
 
 
 async def test_refusals_have_anthropics_shape_and_name_the_field(model: Path) -> None:

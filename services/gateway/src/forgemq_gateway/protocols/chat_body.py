@@ -352,6 +352,14 @@ def _tools(raw: Raw) -> tuple[dict[str, Any], ...]:
     """Function tools as sent; other kinds (web search, namespaces) are accepted and left out.
 
     Raises:
-        RefusedError: 400: one without a name, an integer of over 64 bits, or nested too deep.
+        RefusedError: 400: a function without its fields or a name, an integer of over 64 bits, or
+            nested too deep.
     """
-    return tuple(tool for tool in tools_in(raw, _OFFERED) if isinstance(tool.get("function"), dict))
+    offered = tools_in(raw, _OFFERED)
+    for index, tool in enumerate(offered):
+        if tool.get("type") in (None, "function") and tool.get("function") is None:
+            raise invalid(
+                "a tool must have its name, description and parameters in the field function",
+                param=f"tools[{index}].function",
+            )
+    return tuple(tool for tool in offered if isinstance(tool.get("function"), dict))

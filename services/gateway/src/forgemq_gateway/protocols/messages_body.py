@@ -141,6 +141,10 @@ _BILLING = "x-anthropic-billing-header:"
 
 _NO_INPUT = Raw(b"{}")
 
+# Kinds of tools that an agent runs itself. `function` is OpenAI's: who sends it here has taken the
+# form of another protocol.
+_OWN_TOOLS = (None, "custom", "function")
+
 _FIELDS = msgspec.json.Decoder(MessagesFields)
 _NAMED = named_fields(MessagesFields, (*_NAMES.asked, *_NAMES.unused))
 _MESSAGE = msgspec.json.Decoder(GivenMessage)
@@ -324,9 +328,16 @@ def _tools(raw: Raw) -> tuple[dict[str, Any], ...]:
     """Tools with a schema in chat form; the provider's own kinds are accepted and left out.
 
     Raises:
-        RefusedError: 400: an integer of over 64 bits, nested too deep, or a tool without a name.
+        RefusedError: 400: an integer of over 64 bits, nested too deep, or a tool without a name or
+            schema.
     """
     offered = tools_in(raw)
+    for index, tool in enumerate(offered):
+        if tool.get("type") in _OWN_TOOLS and not isinstance(tool.get("input_schema"), dict):
+            raise invalid(
+                "a tool must have its parameters in the field input_schema",
+                param=f"tools[{index}].input_schema",
+            )
     return tuple(
         _chat_tool(tool, index=index)
         for index, tool in enumerate(offered)
