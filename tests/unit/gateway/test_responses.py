@@ -262,3 +262,21 @@ async def test_refusals_name_the_field_and_unknown_ids_are_404(model: Path) -> N
     assert long.value.code == "context_length_exceeded"
     assert image.value.param == "input[0].content[0].type"
     assert nothing.value.param == "input"
+
+
+async def test_an_empty_answer_has_an_item_and_the_next_turn_goes_on_from_it(model: Path) -> None:
+    async with talk(model, lambda _: "") as agent:
+        first = await ask(agent, "hello", include=["message.output_text.logprobs"])
+        question = {"role": "user", "content": "hello"}
+        more = {"role": "user", "content": "more"}
+        second = await ask(agent, [question, *echoed(first), more])
+        reference = {"type": "item_reference", "id": first.output[0].id}
+        await ask(agent, [question, reference, more, *echoed(second), more])
+        async with agent.openai.responses.stream(model="m", input="another") as stream:
+            streamed = await stream.get_final_response()
+        chain, ended = await agent.chain(), await agent.end()
+    assert [len(answer.output) for answer in (first, second, streamed)] == [1, 1, 1]
+    assert first.output_text == streamed.output_text == ""
+    assert [each.token for each in first.output[0].content[0].logprobs] == ["<|im_end|>"]
+    assert grows(chain[:3])
+    assert [(fork.reason, fork.count) for fork in ended.fork_reasons] == [("side_request", 1)]

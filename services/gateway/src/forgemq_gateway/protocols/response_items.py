@@ -173,8 +173,8 @@ class _OpenReply:
             yield message
 
     def closed(self) -> Iterator[RequestMessage]:
-        """The reply as a message, if it has any part, and what follows it; then begin again."""
-        if self._parts:
+        """The reply as a message, if there is one, and what follows it; then begin again."""
+        if self._parts or self._is_whole:
             yield RequestMessage(
                 role="assistant", parts=tuple(self._parts), answered_id=self._answered_id
             )

@@ -111,7 +111,8 @@ class ResponseStream:
         opening = self._opening(pending)
         if opening:
             opening += self._event("response.in_progress", response=pending)
-        steps = self._cursor.steps(answer.reply.parts, is_whole=is_whole)
+        parts = _parts(answer) if is_whole else answer.reply.parts
+        steps = self._cursor.steps(parts, is_whole=is_whole)
         return opening + b"".join(self._step(step, answer) for step in steps)
 
     def _step(self, step: Step, answer: Answer) -> bytes:
@@ -131,6 +132,8 @@ _EMPTY: dict[str, dict[str, Any]] = {
     "function_call": {"arguments": ""},
 }
 
+
+_NO_PARTS = (Text(""),)
 
 _Events: TypeAlias = Iterator[tuple[str, dict[str, Any]]]
 
@@ -213,7 +216,15 @@ def _pending(request_id: str, *, created_s: int, model: str) -> dict[str, Any]:
 
 def _output(answer: Answer) -> list[dict[str, Any]]:
     """The reply's parts as items, in their order."""
-    return [_item(part, answer, index=index) for index, part in enumerate(answer.reply.parts)]
+    return [_item(part, answer, index=index) for index, part in enumerate(_parts(answer))]
+
+
+def _parts(answer: Answer) -> tuple[Text | Thinking | Call, ...]:
+    """The reply's parts; of one without any an empty text, which comes back as an item.
+
+    A reply without items would be missing from the history that the client sends next.
+    """
+    return answer.reply.parts or _NO_PARTS
 
 
 def _item(part: Text | Thinking | Call, answer: Answer, *, index: int) -> dict[str, Any]:
@@ -252,7 +263,7 @@ def _item(part: Text | Thinking | Call, answer: Answer, *, index: int) -> dict[s
 
 def _logprobs(part: Text, answer: Answer) -> list[dict[str, Any]]:
     """Every sampled token, of reasoning and calls too, in the first text of the answer."""
-    first = next(each for each in answer.reply.parts if isinstance(each, Text))
+    first = next(each for each in _parts(answer) if isinstance(each, Text))
     return entries(answer.logprobs or ()) if part is first else []
 
 
