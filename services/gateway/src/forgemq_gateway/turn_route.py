@@ -39,6 +39,7 @@ from forgemq_gateway.core.requests import ReadItems, Request
 from forgemq_gateway.deliveries import Deliveries
 from forgemq_gateway.dispatcher import Result
 from forgemq_gateway.first_done import first_done
+from forgemq_gateway.half_pairs import without_halves
 from forgemq_gateway.holding import held_s
 from forgemq_gateway.large_work import LargeWork
 from forgemq_gateway.live_answers import LiveAnswer, LiveAnswers, check_continues
@@ -232,7 +233,9 @@ class TurnRoute:
             RefusedError: as `_read`.
         """
         try:
-            return await self._work.run(lambda: protocol.read(body, history, known), size=len(body))
+            return await self._work.run(
+                lambda: _read_whole(protocol, body, history, known), size=len(body)
+            )
         except RefusedError:
             raise
         except Exception as error:
@@ -370,6 +373,23 @@ class TurnRoute:
             await client.keep_alive(
                 request_id=awaited[0].request_id, created_s=self._clock.wall_ms() // 1000
             )
+
+
+def _read_whole(
+    protocol: WireProtocol | TokenCounter, body: bytes, history: History, known: ReadItems | None
+) -> Request:
+    """The request in a body; of one that is refused, without its halves of surrogate pairs.
+
+    Raises:
+        RefusedError: as the protocol says.
+    """
+    try:
+        return protocol.read(body, history, known)
+    except RefusedError:
+        whole = without_halves(body)
+        if whole == body:
+            raise
+        return protocol.read(whole, history, known)
 
 
 def _raise_failed(results: Sequence[Result]) -> None:
