@@ -9,6 +9,8 @@ from typing import Any
 import openai
 import pytest
 
+from forgemq_gateway.core.errors import context_overflow
+from forgemq_gateway.protocols.responses import ResponseStream
 from tests.unit.gateway.scripted_lane import Asked
 from tests.unit.gateway.talk import Talk, talk
 
@@ -280,3 +282,17 @@ async def test_an_empty_answer_has_an_item_and_the_next_turn_goes_on_from_it(mod
     assert [each.token for each in first.output[0].content[0].logprobs] == ["<|im_end|>"]
     assert grows(chain[:3])
     assert [(fork.reason, fork.count) for fork in ended.fork_reasons] == [("side_request", 1)]
+
+
+def test_a_stream_that_fails_names_the_response_that_it_began() -> None:
+    stream = ResponseStream()
+    begun = stream.keep_alive(request_id="a1", created_s=7, model="m")
+    failed = stream.fail(context_overflow(context_tokens=9, context_tokens_max=8))
+    responses = [
+        json.loads(line.removeprefix(b"data: "))["response"]
+        for line in (begun + failed).splitlines()
+        if line.startswith(b"data: ") and b'"response":' in line
+    ]
+    assert [response["status"] for response in responses] == ["in_progress"] * 2 + ["failed"]
+    heads = {(each["id"], each["created_at"], each["model"]) for each in responses}
+    assert heads == {("resp_a1", 7, "m")}

@@ -74,6 +74,7 @@ class ResponseStream:
     def __init__(self) -> None:
         self._written = 0
         self._cursor = PartCursor()
+        self._pending = _pending("", created_s=0, model="")
 
     def keep_alive(self, *, request_id: str, created_s: int, model: str) -> bytes:
         """The event by which clients see that the response is made; the first one opens it."""
@@ -95,7 +96,7 @@ class ResponseStream:
         """The refusal as the last events: clients look for one or for the other."""
         code = error.code or error.kind
         failed = {
-            **_pending("", created_s=0, model=""),
+            **self._pending,
             "status": "failed",
             "error": {"code": code, "message": error.message},
         }
@@ -104,6 +105,7 @@ class ResponseStream:
         return told + self._event("error", code=code, message=error.message, param=param)
 
     def _opening(self, pending: dict[str, Any]) -> bytes:
+        self._pending = pending
         return b"" if self._written else self._event("response.created", response=pending)
 
     def _items(self, answer: Answer, *, is_whole: bool) -> bytes:
