@@ -371,6 +371,10 @@ class Rendering:
         """Text of token ids, special tokens included."""
         return self._tokenizer.decode(ids)
 
+    def bytes_of(self, token_id: int, *, text: str) -> bytes | None:
+        """The bytes of a token with this text; None if they are not known."""
+        return self._tokenizer.token_bytes.of(token_id, text=text)
+
 
 def _ends(indices: Sequence[int], *, count: int) -> tuple[int, ...]:
     """Number of ids up to each message's end; one without ids ends as its predecessor."""

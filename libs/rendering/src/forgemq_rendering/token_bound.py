@@ -31,7 +31,7 @@ class TokenBound:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._longest = _longest(tokenizer.get_vocab()) if _is_bytewise(tokenizer) else None
+        self._longest = _longest(tokenizer.get_vocab()) if _is_whole_bytewise(tokenizer) else None
 
     def tokens_min(self, texts: Iterable[str]) -> int:
         """A number of tokens that the texts, each rendered as it is, have at least."""
@@ -46,9 +46,14 @@ class TokenBound:
         return max(visible // self._longest[0], alphanumeric // self._longest[1])
 
 
-def _is_bytewise(tokenizer: Tokenizer) -> bool:
+def is_bytewise(tokenizer: Tokenizer) -> bool:
+    """Whether the pieces of its vocabulary are bytes, each written as one character."""
+    return "ByteLevel" in _types(tokenizer.decoder)
+
+
+def _is_whole_bytewise(tokenizer: Tokenizer) -> bool:
     changes = _types(tokenizer.normalizer) - {"Sequence", "NFC"}
-    return not changes and "ByteLevel" in _types(tokenizer.decoder)
+    return not changes and is_bytewise(tokenizer)
 
 
 def _types(component: Any) -> set[str]:  # noqa: ANN401 - the package's, of any kind

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 from forgemq_rendering.chat_template import RenderText, compile_chat_template
 from forgemq_rendering.control_tokens import ControlTokens
 from forgemq_rendering.pieces import Pieces, StandIns
-from forgemq_rendering.token_bound import TokenBound
+from forgemq_rendering.token_bound import TokenBound, is_bytewise
+from forgemq_rendering.token_bytes import TokenBytes
 
 # The batch call releases the GIL and computes no offsets; for shorter texts its set-up costs more
 # than that gains. The same holds for a stand-in.
@@ -71,6 +72,7 @@ class FolderTokenizer:
             ids={token.content: token_id for token_id, token in added.items()},
         )
         self.bound = TokenBound(self._tokenizer)
+        self.token_bytes = TokenBytes(self._tokenizer, is_bytewise=is_bytewise(self._tokenizer))
         self.vocabulary_size = max(self._tokenizer.get_vocab().values()) + 1
         opening = self._tokenizer.encode("", add_special_tokens=True).ids
         begin_id = self._id_of(self.named_tokens.get("bos_token"))

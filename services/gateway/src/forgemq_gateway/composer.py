@@ -348,9 +348,16 @@ class Composer:
         logprobs = unpack_floats(completion.logprobs)
         tops = self._tops(completion.top_tokens, count=len(tokens))
         return tuple(
-            TokenLogprob(token=self._rendering.decode([token]), logprob=logprob, top=top)
+            self._logprob(token, logprob, top=top)
             for token, logprob, top in zip(tokens, logprobs, tops, strict=False)
         )
+
+    def _logprob(
+        self, token: int, logprob: float, *, top: tuple[TokenLogprob, ...] = ()
+    ) -> TokenLogprob:
+        text = self._rendering.decode([token])
+        data = self._rendering.bytes_of(token, text=text)
+        return TokenLogprob(token=text, data=data, logprob=logprob, top=top)
 
     def _tops(self, top_tokens: TopTokens | None, *, count: int) -> list[tuple[TokenLogprob, ...]]:
         """The most likely tokens beside each of `count` tokens; not those that are impossible."""
@@ -361,7 +368,7 @@ class Composer:
         number = len(pairs) // count
         return [
             tuple(
-                TokenLogprob(token=self._rendering.decode([token]), logprob=logprob)
+                self._logprob(token, logprob)
                 for token, logprob in pairs[start : start + number]
                 if logprob > -math.inf
             )

@@ -48,9 +48,15 @@ class Reply(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class TokenLogprob(Struct, frozen=True, kw_only=True):
-    """One token as clients read it; `top`: the most likely ones in its place, if asked for."""
+    """One token as clients read it.
+
+    Attributes:
+        data: Its bytes, which may be a part of a character; None if they are not known.
+        top: The most likely tokens in its place, if asked for.
+    """
 
     token: str
+    data: bytes | None
     logprob: float
     top: tuple["TokenLogprob", ...] = ()
 

@@ -18,5 +18,5 @@ def _entry(token: TokenLogprob) -> dict[str, Any]:
     return {
         "token": token.token,
         "logprob": token.logprob,
-        "bytes": list(token.token.encode("utf-8", "replace")),
+        "bytes": None if token.data is None else list(token.data),
     }
