@@ -32,6 +32,24 @@ async def test_bytes_of_tokens_that_are_parts_of_a_character_join_to_the_text(mo
     assert [each.bytes for each in text.content[0].logprobs] == [each.bytes for each in content]
 
 
+async def test_a_part_of_a_character_begins_where_the_character_does(model: Path) -> None:
+    async with talk(model, lambda _: SAID) as agent:
+        answer = await agent.openai.completions.create(
+            model="m", prompt="hello", logprobs=0, max_tokens=100
+        )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    offsets, tokens = logprobs.text_offset or [], logprobs.tokens or []
+    parts = {SAID[at] for at, token in zip(offsets, tokens, strict=True) if token == "\ufffd"}
+    assert parts == {"\u00e9", "\U0001f600", "\u6f22"}
+    assert all(
+        SAID.startswith(token, at)
+        for at, token in zip(offsets[:-1], tokens, strict=False)
+        if "\ufffd" not in token
+    )
+    assert offsets[-1] == len(SAID)
+
+
 @pytest.mark.parametrize(
     ("token", "text", "data"), [("y", "y", b"y"), ("<0xE6>", "\ufffd", None), ("", "\ufffd", None)]
 )

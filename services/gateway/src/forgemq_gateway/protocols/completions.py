@@ -1,6 +1,7 @@
 """OpenAI completions: writes answers whole and as streams; `completions_body.py` reads requests."""
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -110,16 +111,22 @@ def _logprobs(tokens: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
     """Columns, one value for each sampled token; offsets count from the start of the text."""
     if tokens is None:
         return None
-    offsets, offset = [], 0
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token.token)
     return {
         "tokens": [token.token for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
         "top_logprobs": [_likely(token) for token in tokens],
-        "text_offset": offsets,
+        "text_offset": list(_offsets(tokens)),
     }
+
+
+def _offsets(tokens: Sequence[TokenLogprob]) -> Iterator[int]:
+    """Where each token begins in the text; a part of a character, where the character does."""
+    characters = codecs.getincrementaldecoder("utf-8")("replace")
+    offset = 0
+    for token in tokens:
+        yield offset
+        known = token.data
+        offset += len(token.token if known is None else characters.decode(known))
 
 
 def _likely(token: TokenLogprob) -> dict[str, float]:
