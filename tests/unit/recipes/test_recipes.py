@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from forgemq_agents.user_code import load_domains
+from forgemq_agents.user_code import add_code_paths, load_domains
 from forgemq_contracts import topics
 from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.model_folder import check_model_folder
@@ -18,6 +18,7 @@ from forgemq_rendering import Rendering
 from forgemq_rendering.tokenizer import FolderTokenizer
 from forgemq_trainer.model import load_model
 from forgemq_trainer.model_sizes import model_shape
+from tests.clients.install import folder_of
 from tests.unit.demo.conftest import TokenPolicy
 from tests.unit.graders.episodes import answered
 from tests.unit.recipes.recipe import PUBLISHED, config_of, run_of, write_scaled_model
@@ -136,6 +137,13 @@ async def test_right_and_wrong_answers_are_graded_by_the_recipes_rewards(
     await desk.log.close()
     found = [(grade.outcome, grade.process[0].value) for grade in grades]
     assert found == [expected for _, expected in answers], [grade.detail for grade in grades]
+
+
+def test_the_scaffold_is_run_where_its_installer_puts_it():
+    add_code_paths(run_of("coding.toml").code_paths)
+    from qwen3_recipe.coding import play  # On the path of the run file.
+
+    assert play.command[0] == str(folder_of("mini_swe_agent") / "venv/bin/python")
 
 
 @pytest.mark.slow

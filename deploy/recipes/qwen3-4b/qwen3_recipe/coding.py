@@ -13,7 +13,7 @@ from forgemq_graders import SandboxLimits, code_tests
 
 FOLDER = Path(__file__).parents[1]
 # Where `python -m tests.clients.install mini_swe_agent` puts it.
-INSTALLED = FOLDER.parents[1] / ".cache/clients/mini_swe_agent/venv/bin/python"
+INSTALLED = FOLDER.parents[2] / ".cache/clients/mini_swe_agent/venv/bin/python"
 
 # The scaffold's own variables: those of ForgeMQ do not reach a program of the user.
 PYTHON = os.environ.get("SCAFFOLD_PYTHON", str(INSTALLED))  # noqa: TID251
