@@ -16,6 +16,8 @@ ITEM_BYTES = 4
 """Token ids are int32, log-probabilities float32."""
 EXPERT_BYTES = 2
 """Experts of a mixture are int16."""
+INTEGER_MAX = 2**64 - 1
+"""The largest integer of 64 bits."""
 
 
 def check_items(field: str, data: bytes, *, count: int | None = None) -> int:
@@ -69,26 +71,31 @@ def check_number(field: str, value: float) -> None:
 
 
 def check_numbers(record: msgspec.Struct) -> None:
-    """Refuse infinities and NaN anywhere in a record, by their dotted path.
+    """Refuse infinities, NaN and integers above 2^64 - 1 anywhere in a record, by dotted path.
 
-    JSON has neither: written there each would be `null`, which reads as no number or as none given.
+    JSON has neither infinity nor NaN: written there each would be `null`, which reads as no number
+    or as none given. Neither msgspec's MessagePack nor a seed of PyTorch holds a larger integer.
 
     Raises:
         ValueError: names the field and the value.
     """
-    for path, value in _floats(msgspec.to_builtins(record)):
-        check_number(path.removeprefix("."), value)
+    for path, value in _numbers(msgspec.to_builtins(record)):
+        field = path.removeprefix(".")
+        if not isinstance(value, int):
+            check_number(field, value)
+        elif value > INTEGER_MAX:
+            raise ValueError(f"{field}: must be at most 2^64 - 1, got {value}")
 
 
-def _floats(value: object, path: str = "") -> Iterator[tuple[str, float]]:
-    if isinstance(value, float):
+def _numbers(value: object, path: str = "") -> Iterator[tuple[str, float]]:
+    if isinstance(value, float | int):
         yield path, value
     elif isinstance(value, dict):
         for name, part in value.items():
-            yield from _floats(part, f"{path}.{name}")
+            yield from _numbers(part, f"{path}.{name}")
     elif isinstance(value, list | tuple):
         for index, part in enumerate(value):
-            yield from _floats(part, f"{path}.{index}")
+            yield from _numbers(part, f"{path}.{index}")
 
 
 def check_json(field: str, data: bytes) -> None:
