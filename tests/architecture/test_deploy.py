@@ -123,6 +123,7 @@ def test_the_model_is_on_its_claim_before_the_run_is_created_which_looks_at_it(o
     assert first == ["demo-model", "create"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
 def test_a_claim_that_a_pod_writes_to_can_be_written_to(overlay: Path):
     """A driver mounts a claim that is ReadOnlyMany alone without the right to write."""

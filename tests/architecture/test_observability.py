@@ -289,6 +289,7 @@ def test_a_cluster_gets_the_same_alerts_and_dashboards_and_every_label_that_they
     assert made == SCRAPED_LABELS - {"instance"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlay", ["production", "one-node-gpu"])
 def test_prometheus_finds_a_port_of_every_service_by_the_labels_of_its_pods(overlay: str):
     path = ROOT / "deploy/kubernetes/components/monitoring/pods.yaml"

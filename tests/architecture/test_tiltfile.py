@@ -72,6 +72,7 @@ def of(calls: list[Call], name: str) -> list[dict[str, Any]]:
     return [arguments for called, arguments in calls if called == name]
 
 
+@pytest.mark.slow
 def test_the_tiltfile_builds_every_service_and_applies_the_local_overlay():
     calls = evaluated((ROOT / "Tiltfile").read_text())
     built = of(calls, "docker_build")

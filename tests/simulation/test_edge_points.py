@@ -50,7 +50,10 @@ def test_a_fault_at_any_single_point_of_an_edge_loses_and_doubles_nothing(case, 
         assert sum(outcome.fenced for outcome in outcomes) > 0
 
 
-@pytest.mark.parametrize("number", range(0, 120, 12))
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(n, marks=pytest.mark.slow if n % 48 else []) for n in range(0, 120, 12)],
+)
 def test_a_gateway_that_is_killed_at_a_point_leaves_its_run_to_the_next_one(number):
     outcome = run_edge_point("gateway_killed", number)
     assert (outcome.deaths, outcome.trained) == (1, 1)

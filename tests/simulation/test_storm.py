@@ -20,9 +20,15 @@ SEEDS = 120
 SEEDS_A_TEST = 30
 """So that the workers of a parallel run share a case."""
 
-# The fast suite runs a few of the seeds; the full one all of them.
-FIRST_SEEDS = [
-    pytest.param(first, marks=[pytest.mark.slow] if first else [])
+LONG = ("merger", "scheduler_dead_letters")
+"""Cases of seconds of CPU time."""
+
+# The fast suite runs a few of the seeds of most cases; the full one all of all.
+STORMS = [
+    pytest.param(
+        case, first, id=f"{name}-{first}", marks=pytest.mark.slow if first or name in LONG else []
+    )
+    for name, case in CASES.items()
     for first in range(0, SEEDS, SEEDS_A_TEST)
 ]
 FEW_RECORDS = dataclasses.replace(ALONE, records=5)
@@ -33,8 +39,7 @@ STAND_STILL = Fault("pause", pause_s=8.0)
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-@pytest.mark.parametrize("first_seed", FIRST_SEEDS)
-@every_case
+@pytest.mark.parametrize(("case", "first_seed"), STORMS)
 def test_a_storm_changes_nothing_that_a_service_writes(case, first_seed):
     seeds = range(first_seed, first_seed + SEEDS_A_TEST)
     outcomes = [run_seed(case, seed) for seed in seeds]

@@ -153,6 +153,7 @@ def test_the_longest_line_is_taken_whatever_ends_it(tmp_path: Path):
     assert (len(longest), check_file(file)) == (LINE_BYTES_MAX, 2)
 
 
+@pytest.mark.slow
 def test_a_line_of_any_length_is_refused_by_its_number_and_not_held_in_memory(tmp_path: Path):
     file = tmp_path / "talks.jsonl"
     with file.open("wb") as written:

@@ -188,6 +188,7 @@ async def test_an_open_episode_outlives_the_admin_key_that_it_was_claimed_under(
     assert answer.choices[0].message.content == "hello"
 
 
+@pytest.mark.slow
 async def test_no_key_is_in_a_record_an_event_or_a_setting_that_is_kept(
     model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,6 +147,7 @@ def test_a_body_with_any_other_byte_before_its_last_item_is_read_whole() -> None
     assert episode.history.bodies.begin_of(body, protocol="messages") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", TOLD)
 def test_kept_messages_are_nothing_that_the_collector_of_cycles_visits(path: str) -> None:
     """A few bodies of 10,000 messages would else hold the event loop for a tenth of a second."""

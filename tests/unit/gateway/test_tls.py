@@ -113,6 +113,7 @@ async def test_a_claim_names_the_https_address(model: Path, secure: Secure) -> N
         assert claim["session_url"].startswith(f"{world.base_url}/s/")
 
 
+@pytest.mark.slow
 async def test_gateways_send_requests_on_to_each_other_over_tls(
     model: Path, secure: Secure, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ from tests.unit.launcher.test_follower import log_of
 from tests.unit.run_view.synthetic import SyntheticRun, configuration, started
 
 
+@pytest.mark.slow
 async def test_a_line_of_a_service_is_printed_whole_however_long_it_is():
     console = Console(file=io.StringIO(), width=80)
     unknown = "x" * 100_000

@@ -133,6 +133,7 @@ def test_a_recipes_engines_and_code_start_as_its_file_says(
     assert ("--enable-return-routed-experts" in command) == (file.parent.name != "qwen3-4b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", SCALED_FILES)
 def test_the_planned_bytes_of_a_recipes_scaled_model_are_what_torch_holds(recipe: str):
     """The recipe's config.json with fewer and narrower layers, through the trainer itself."""

@@ -79,7 +79,10 @@ def test_decoupled_ppo_is_the_objective_of_three_policies(
         assert loss == pytest.approx(wanted, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["cispo", "ppo_clip", "gspo"])
+@pytest.mark.parametrize(
+    "kind",
+    ["cispo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ppo_clip", "gspo"))],
+)
 @given(LOG_RATIOS)
 def test_at_the_behaviour_itself_both_anchors_are_one(kind: str, now: list[float]) -> None:
     arguments = {"advantage": [1.0, -1.0, 0.5, 2.0], "sample": [0, 0, 1, 1]}

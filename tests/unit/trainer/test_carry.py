@@ -65,7 +65,9 @@ def test_blocks_with_the_live_path_only_are_exact_offloaded_or_not(
         assert float((gradient - cut[name]).norm()) <= 1e-12 * float(gradient.norm())
 
 
-@pytest.mark.parametrize("size", [5, 20, 36])
+@pytest.mark.parametrize(
+    "size", [5, *(pytest.param(size, marks=pytest.mark.slow) for size in (20, 36))]
+)
 def test_an_odd_head_size_is_exact_too(size: int) -> None:
     policy = prepare(make_model("qwen3", torch.float64, head_dim=2 * size)).policy
     forests = _forests(1)

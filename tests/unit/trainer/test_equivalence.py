@@ -142,7 +142,10 @@ def test_tree_and_per_request_gradients_are_equal(
         assert _worst(expected, gradients) <= bound
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "qwen3_moe"))],
+)
 def test_against_stock_modules_only_their_rounding_differs(kind: str) -> None:
     """Norm and rotary embedding of transformers round float64 to fp32; the trainer's do not."""
     model = _made(kind, torch.float64)
@@ -248,6 +251,7 @@ def test_changing_a_sibling_changes_no_log_probability() -> None:
     assert np.abs(seen[0][kept:] - seen[1][kept:]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_near_to_the_truth_as_per_request_training() -> None:
     groups, loss = _groups(6), loss_function(Loss())
     exact = _made("qwen3", torch.float64)

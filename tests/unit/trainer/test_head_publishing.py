@@ -105,6 +105,7 @@ async def test_a_restarted_trainer_names_its_head_first_and_goes_on_to_the_same_
     assert last[0].sha256 == last[1].sha256
 
 
+@pytest.mark.slow
 async def test_old_heads_are_removed_as_old_weights_are(tmp_path: Path) -> None:
     bench = await _bench(tmp_path, push_every_steps=1, checkpoints_kept=1, steps=6)
     await _put(bench, 6)

@@ -40,7 +40,11 @@ def _assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "stored",
+    [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16],
+    ids=["fp32", "bf16"],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_and_buffers_are_those_of_transformers_to_the_byte(
     tmp_path: Path, kind: str, stored: torch.dtype

@@ -92,7 +92,10 @@ def trained_tree(loaded: LoadedModel, forest: Forest, *, block: int) -> dict[str
 
 
 @pytest.mark.parametrize("targets", [ALL, ("o_proj",), ("k_proj", "down_proj")])
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2", "qwen3_moe"))],
+)
 def test_an_adapters_gradients_on_a_tree_are_those_of_its_requests(
     kind: str, targets: tuple[AdapterTarget, ...]
 ) -> None:

@@ -352,7 +352,7 @@ def test_gradients_of_four_ranks_are_those_of_one_also_if_most_get_no_token(
 def _peak(ranks: Ranks, dtype: torch.dtype, recomputed_layers: int) -> tuple[int, int]:
     """Most bytes that torch held on this rank, and as predicted."""
     sizes = {"num_local_experts": 32, "num_experts_per_tok": 8, "intermediate_size": 32}
-    wide = {"hidden_size": 128, "head_dim": 32, "num_hidden_layers": 4}
+    wide = {"hidden_size": 128, "head_dim": 32, "rotary_dim": 16, "num_hidden_layers": 4}
     model = make_model("minimax_m2", torch.float32, **(sizes | wide))
     _prefer_first(model, 8)
     groups = ExpertGroups(ranks, expert_ranks=ranks.world_size)

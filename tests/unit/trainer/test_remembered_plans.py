@@ -87,6 +87,7 @@ def test_a_refusal_is_raised_each_time() -> None:
             plans.of([line_of(30)])
 
 
+@pytest.mark.slow
 def test_the_oldest_plan_is_forgotten_first() -> None:
     planner = Planner()
     plans = RememberedPlans(planner.plan)

@@ -192,6 +192,7 @@ async def test_a_damaged_checkpoint_that_the_log_names_stops_the_trainer_with_a_
     )
 
 
+@pytest.mark.slow
 async def test_a_damaged_checkpoint_ahead_of_training_costs_no_later_one(tmp_path: Path) -> None:
     """A life wrote it before it could record the step, and the disk holds other bytes since."""
     bench = await memory_bench(tmp_path, checkpoints_kept=1)
