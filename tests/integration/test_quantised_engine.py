@@ -115,7 +115,7 @@ def rounded_logprobs(model: Path, tokens: list[int], *, first: int) -> list[floa
 async def test_new_weights_arrive_in_8_bit_blocks_and_are_what_the_engine_computes_with(
     fp8_url: str, wide: Path, trained: Path, path: str
 ) -> None:
-    """Before: version 0 of the trainer, which an engine loads from the durable copy."""
+    """Before: version 0 of the trainer, with the blocks that the engine began with."""
     async with (
         serving_fp8(fp8_url, wide) as scene,
         publisher(in_blocks(trained), "send") as trainer,
@@ -132,7 +132,8 @@ async def test_new_weights_arrive_in_8_bit_blocks_and_are_what_the_engine_comput
         *_, loaded = await scene.loaded(count=3, timeout_s=60)
         await scene.request(2, CONTEXT, max_tokens=24)
         first, second = await scene.finished(count=2, timeout_s=60)
-    assert (start.path, base.path, base.version) == ("start", "durable", 0)
+    assert (start.path, base.path, base.version) == ("start", "start", 0)
+    assert scene.events_named("engine_of_another_model") == []
     assert (loaded.path, loaded.version) == (path, 1)
     for record, model, version in ((first, wide, 0), (second, trained, 1)):
         tokens = unpack_ids(record.output)
@@ -163,7 +164,7 @@ async def test_8_bit_blocks_come_by_relay_and_are_read_back(
 ) -> None:
     """Every parameter that can be compared is equal. Then the trainer broadcasts another file than
     it published, with one other 8-bit float."""
-    sent = in_blocks(trained)
+    sent = in_blocks(wide)
     sampled = sampled_parameters(sent / "model.safetensors", key="r-1.1", count=10_000)
     assert DOWN in {each.name for each in sampled}
     wrong = shutil.copytree(sent, tmp_path / "wrong")
@@ -172,7 +173,7 @@ async def test_8_bit_blocks_come_by_relay_and_are_read_back(
     save_file(weights, wrong / "model.safetensors", metadata={"format": "pt"})
     async with serving_fp8(fp8_url, wide) as scene, publisher(wrong, "send") as trainer:
         address = (await scene.report(is_serving=True)).weights_address
-        base = in_blocks(wide)
+        base = in_blocks(trained)
         of_base = sampled_parameters(base / "model.safetensors", key="r-1.1", count=10_000)
         await relay(base, [address], version=1)
         to_us = (RelayedLane(lane=0, epoch=1),)
@@ -188,7 +189,7 @@ async def test_8_bit_blocks_come_by_relay_and_are_read_back(
         await scene.request(2, CONTEXT, max_tokens=24)
         records, loaded = await scene.finished(count=2, timeout_s=60), await scene.loaded()
     assert [each.path for each in loaded] == ["start", "fast", "durable"]
-    for record, model, version in zip(records, (wide, trained), (1, 2), strict=True):
+    for record, model, version in zip(records, (trained, wide), (1, 2), strict=True):
         assert record.spans[0].version == version
         check_rounded(record, model, CONTEXT)
     assert [each["tensor"] for each in scene.events_named("wrong_tensor")] == [DOWN]

@@ -216,14 +216,16 @@ class Attachment:
 
         By the engine's own folder: it may have been started with another model than the run's.
         """
-        wanted = self._configuration.model.path
+        model = self._configuration.model
+        wanted = model.path
         wanted_sha256 = await file_sha256(Path(wanted) / WEIGHTS_FILE)
         if info.model_path == wanted:
             return wanted_sha256
         held_sha256 = None
         if info.model_path:
             held_sha256 = await file_sha256(Path(info.model_path) / WEIGHTS_FILE)
-        if held_sha256 != wanted_sha256:
+        # An engine with 8-bit blocks begins with a model of its own, which has the run's in blocks.
+        if held_sha256 != wanted_sha256 and model.engine_quantization == "none":
             self._telemetry.event(
                 "engine_of_another_model",
                 url=self._engine.url,
