@@ -3,16 +3,8 @@
 import msgspec
 import pytest
 
-from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
 from forgemq_contracts.run_rules import check
-
-SOUND = RunConfiguration(
-    run="r",
-    seed=0,
-    model=Model(path="m"),
-    queues=(Queue(domain="d", task_source="m:f", agent="m:g"),),
-    trainer=Trainer(steps=1),
-)
+from tests.unit.contracts.test_run import SOUND
 
 
 def test_the_largest_seed_is_taken_and_one_more_is_refused():

@@ -218,14 +218,13 @@ class Attachment:
         """
         model = self._configuration.model
         wanted = model.path
-        wanted_sha256 = await file_sha256(Path(wanted) / WEIGHTS_FILE)
-        if info.model_path == wanted:
-            return wanted_sha256
         held_sha256 = None
         if info.model_path:
             held_sha256 = await file_sha256(Path(info.model_path) / WEIGHTS_FILE)
         # An engine with 8-bit blocks begins with a model of its own, which has the run's in blocks.
-        if held_sha256 != wanted_sha256 and model.engine_quantization == "none":
+        if info.model_path == wanted or model.engine_quantization != "none":
+            return held_sha256
+        if held_sha256 != await file_sha256(Path(wanted) / WEIGHTS_FILE):
             self._telemetry.event(
                 "engine_of_another_model",
                 url=self._engine.url,

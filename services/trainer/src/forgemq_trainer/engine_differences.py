@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forgemq_trainer.core.layers import SILU
+from forgemq_trainer.model_sizes import SIGMOID_ROUTERS
 
 GELU = ("gelu_pytorch_tanh",)
 """The activation of Gemma 3."""
@@ -49,7 +50,7 @@ RULES = (
     Rule(("deepseek_v3",), "attention_bias", OFF, "SGLang's attention has none, and leaves it out"),
     Rule(("deepseek_v3",), "moe_layer_freq", ONE, "its class has experts in every layer"),
     Rule(("deepseek_v3",), "topk_method", (None, "noaux_tc"), _SIGMOID),
-    Rule(("deepseek_v3", "glm4_moe", "minimax_m2"), "scoring_func", (None, "sigmoid"), _SIGMOID),
+    Rule(SIGMOID_ROUTERS, "scoring_func", (None, "sigmoid"), _SIGMOID),
     Rule(("glm4_moe", "gpt_oss", "minimax_m2", "qwen3_moe"), "tie_word_embeddings", OFF, _HEAD),
     Rule(("gemma3_text",), "tie_word_embeddings", (True,), "SGLang never loads a head of its own"),
     Rule(("gpt_oss",), "swiglu_alpha", (None, 1.702), "SGLang does not read it"),

@@ -29,7 +29,7 @@ class MergeError(Exception):
 
 
 class _PeftSettings(AdapterSettings, frozen=True, kw_only=True):
-    """Settings with which peft computes more than alpha / r times B A, or trains more than that."""
+    """Settings with which peft computes or trains more than alpha / r times B A, or beside what."""
 
     use_rslora: object = None
     use_dora: object = None
@@ -38,11 +38,6 @@ class _PeftSettings(AdapterSettings, frozen=True, kw_only=True):
     modules_to_save: object = None
     layer_replication: object = None
     fan_in_fan_out: object = None
-
-
-class _Initialised(msgspec.Struct, frozen=True, kw_only=True):
-    """How peft drew the first values of an adapter."""
-
     init_lora_weights: object = True
 
 
@@ -50,7 +45,11 @@ INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Those of peft that leave the base model as it is. The others take B A from its weights, so that
 the adapter belongs to what is left of them and not to the model that it names."""
 
-_OFF = set(_PeftSettings.__struct_fields__) - set(AdapterSettings.__struct_fields__)
+_OFF = (
+    set(_PeftSettings.__struct_fields__)
+    - set(AdapterSettings.__struct_fields__)
+    - {"init_lora_weights"}
+)
 
 
 def merge_adapter(adapter: Path, folder: Path) -> int:
@@ -114,7 +113,6 @@ def _read(adapter: Path) -> tuple[AdapterSettings, dict[str, Tensor]]:
     """
     try:
         settings = msgspec.json.decode((adapter / SETTINGS_FILE).read_bytes(), type=_PeftSettings)
-        drawn = msgspec.json.decode((adapter / SETTINGS_FILE).read_bytes(), type=_Initialised)
         factors = read_adapter(adapter)
     except (OSError, msgspec.MsgspecError, SafetensorError) as error:
         raise MergeError(f"{adapter} has no adapter: {error}") from error
@@ -126,7 +124,7 @@ def _read(adapter: Path) -> tuple[AdapterSettings, dict[str, Tensor]]:
             f"{adapter / SETTINGS_FILE}: {used[0]} is {getattr(settings, used[0])!r}: only an "
             "adapter that adds lora_alpha / r times B A, and nothing else, can be merged"
         )
-    if (name := drawn.init_lora_weights) not in INITIALISATIONS:
+    if (name := settings.init_lora_weights) not in INITIALISATIONS:
         raise MergeError(
             f"{adapter / SETTINGS_FILE}: init_lora_weights is {name!r}: such an adapter was "
             "trained beside a changed base model, which is not the one that it names"

@@ -25,7 +25,7 @@ class Screen:
     refreshes it. If stdout is not a terminal, or one that cannot move its cursor (TERM=dumb),
     `show` prints a line for each step and every 30 s.
     Once the terminal or the reader of stdout is gone, nothing more is shown and nothing raises:
-    a launcher keeps its run up without it, and who only shows a run ends by `is_gone`.
+    a launcher keeps its run up without it, and a command that only shows a run ends at `is_gone`.
     """
 
     def __init__(self, console: Console, *, clock_s: Callable[[], float] = time.monotonic) -> None:
