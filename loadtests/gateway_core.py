@@ -99,6 +99,7 @@ def last_turn(turns: int) -> KnownCompletion:
             engine_s=0.0,
             cached_tokens=0,
             after_offset=-1,
+            taken_ms=0,
             finished_ms=0,
             temperature=1.0,
         )

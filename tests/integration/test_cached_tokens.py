@@ -2,24 +2,20 @@
 
 import asyncio
 import hashlib
-import io
 import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoint
 
 from forgemq_bus.log import Place
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
 from forgemq_contracts.weights import PublishedWeights, ReportedEngine
 from forgemq_shell.records import emit_of
-from forgemq_telemetry.exporters import OpenTelemetryExporter
-from forgemq_telemetry.settings import TelemetrySettings
-from forgemq_telemetry.telemetry import Telemetry
 from tests.integration.test_reply_forms_engine import gateway_on
+from tests.metered import counted, metered
 from tests.unit.gateway.world import World
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -31,28 +27,6 @@ TEMPERATURE = 5.0
 # Another one begins the task of each group: what begins alike by chance is not expected.
 LETTERS = "abcdefghijklmnopqrstuvwx"
 WORDS = ("price", "lamp", "mug", "desk", "red", "total", "shelf", "stock", "green", "count")
-
-
-def metered() -> tuple[Telemetry, InMemoryMetricReader]:
-    reader = InMemoryMetricReader()
-    exporter = OpenTelemetryExporter(
-        resource={"service.name": "gateway"},
-        readers=[reader],
-        processors=[],
-        settings=TelemetrySettings(),
-    )
-    return Telemetry(service="gateway", exporter=exporter, stream=io.StringIO()), reader
-
-
-def outcomes(reader: InMemoryMetricReader) -> Counter[str]:
-    data = reader.get_metrics_data()
-    found: Counter[str] = Counter()
-    for metric in data.resource_metrics[0].scope_metrics[0].metrics if data else ():
-        if metric.name == "forgemq.gateway.cache_outcomes":
-            for point in metric.data.data_points:
-                assert isinstance(point, NumberDataPoint)
-                found[str((point.attributes or {})["outcome"])] += int(point.value)
-    return found
 
 
 class Conversation:
@@ -125,17 +99,17 @@ async def publish(world: World, model: Path) -> None:
 async def test_engines_have_what_is_expected_of_them_before_and_after_an_update(
     base_engine_url: str, engine_model: Path
 ) -> None:
-    telemetry, reader = metered()
+    telemetry, held = metered("gateway")
     async with gateway_on(base_engine_url, engine_model, telemetry=telemetry) as world:
         await play(world, first=0)
         await publish(world, engine_model)
         await play(world, first=GROUPS)
-        counted = outcomes(reader)
+        outcomes = counted(held(), "gateway.cache_outcomes", by="outcome")
         finished: list[Any] = await world.records(topics.FINISHED_COMPLETIONS)
     versions = Counter(record.spans[0].version for record in finished)
     turns = GROUPS * SIBLINGS * TURNS
     assert versions == {0: turns, 1: turns}
-    assert counted.total() == 2 * turns
-    assert counted["as_expected"] >= 0.99 * counted.total(), counted
+    assert outcomes.total() == 2 * turns
+    assert outcomes["as_expected"] >= 0.99 * outcomes.total(), outcomes
     cached = [record.cached_tokens for record in finished if record.parent_id is not None]
     assert min(cached) > 30, "each turn found the turn before it"

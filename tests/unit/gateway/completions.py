@@ -28,7 +28,7 @@ def completion_of(
     lane: int = 0,
     epoch: int = 1,
     weights: tuple[int, int] | None = (1, 4),
-    finished_ms: int = 0,
+    taken_ms: int = 0,
 ) -> KnownCompletion:
     identifier = f"{number:032x}"
     return KnownCompletion(
@@ -57,7 +57,8 @@ def completion_of(
         alone_s=alone_s,
         cached_tokens=0,
         after_offset=after_offset,
-        finished_ms=finished_ms,
+        taken_ms=taken_ms,
+        finished_ms=taken_ms,
         temperature=1.0,
     )
 

@@ -1,8 +1,7 @@
 """Limits of requests by key over HTTP: refusals in each protocol's shape, and floods."""
 
 import asyncio
-import io
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,9 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from forgemq_gateway.settings import GatewaySettings
-from forgemq_telemetry.exporters import OpenTelemetryExporter
-from forgemq_telemetry.settings import TelemetrySettings
-from forgemq_telemetry.telemetry import Telemetry
+from tests.metered import Held, counted, metered
 from tests.unit.gateway.scripted_lane import Asked, ScriptedLane
 from tests.unit.gateway.test_chat import log_store
 from tests.unit.gateway.world import SETTINGS, World, configuration_of, plain_http, running
@@ -31,9 +27,9 @@ class Gated:
         answers: The engine answers when it is set.
     """
 
-    def __init__(self, reader: InMemoryMetricReader) -> None:
+    def __init__(self, held: Callable[[], Held]) -> None:
         self.answers = asyncio.Event()
-        self._reader = reader
+        self._held = held
 
     async def script(self, asked: Asked) -> str:
         await self.answers.wait()
@@ -58,28 +54,13 @@ class Gated:
 
     def refused(self) -> dict[str, int]:
         """Refused requests by limit."""
-        data = self._reader.get_metrics_data()
-        found: dict[str, int] = {}
-        for metric in data.resource_metrics[0].scope_metrics[0].metrics if data else ():
-            if metric.name == "forgemq.gateway.refused":
-                for point in metric.data.data_points:
-                    limit = str(point.attributes["limit"])
-                    found[limit] = found.get(limit, 0) + int(point.value)
-        return found
+        return counted(self._held(), "gateway.refused", by="limit")
 
 
 @asynccontextmanager
 async def gated(model: Path, settings: GatewaySettings) -> AsyncIterator[Gated]:
-    reader = InMemoryMetricReader()
-    exporter = OpenTelemetryExporter(
-        resource={"service.name": "gateway"},
-        readers=[reader],
-        processors=[],
-        settings=TelemetrySettings(),
-    )
-    telemetry = Telemetry(service="gateway", exporter=exporter, stream=io.StringIO())
-
-    scene = Gated(reader)
+    telemetry, held = metered("gateway")
+    scene = Gated(held)
     async with running(
         log_store(), configuration_of(model), scene.script, settings=settings, telemetry=telemetry
     ) as (world, (lane,)):

@@ -67,7 +67,7 @@ def test_of_the_siblings_on_a_lane_the_newest_counts() -> None:
     assert prompts.cached_on((2, 1, OLD), pack_ids([1, 1]), emptied={}) == 0
 
 
-PARENT = completion_of(1, context=[5] * 90, output=[7] * 10, weights=(1, 3), finished_ms=1000)
+PARENT = completion_of(1, context=[5] * 90, output=[7] * 10, weights=(1, 3), taken_ms=1000)
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,8 @@ COUNTERS: dict[CounterName, Metric] = {
     "gateway.cache_outcomes": Metric(
         "{completion}",
         "Completions by lane, and by whether its engine had as many context tokens in its cache "
-        "`as_expected`, `fewer` or `more`.",
+        "`as_expected`, `fewer` or `more`; `other_weights` if it began under other weights than "
+        "its lane had when that was chosen: nothing is compared then.",
     ),
     "gateway.cache_missing_tokens": Metric(
         "{token}", "Context tokens that an engine was expected to have in its cache and had not."

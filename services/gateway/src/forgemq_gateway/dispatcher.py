@@ -133,15 +133,20 @@ class Dispatcher:
         turn = result.episode.turns.get(result.request_id)
         if turn is None or turn.cached_expected is None or result.attempt != turn.sent - 1:
             return  # Nothing was expected of an earlier attempt, or of one before a restart.
+        lane = completion.lane
+        if completion.weights not in (None, turn.expected_under):
+            # An update emptied the engine after the lane was chosen.
+            self._telemetry.count("gateway.cache_outcomes", lane=lane, outcome="other_weights")
+            return
         expected = max(0, turn.cached_expected - self._kept_back_tokens)
         extra = completion.cached_tokens - expected
         # The engine may have read the last token of the parent's output, which it sampled.
         outcome = "as_expected" if 0 <= extra <= 1 else "fewer" if extra < 0 else "more"
-        self._telemetry.count("gateway.cache_outcomes", lane=completion.lane, outcome=outcome)
+        self._telemetry.count("gateway.cache_outcomes", lane=lane, outcome=outcome)
         if extra < 0:
-            self._telemetry.count("gateway.cache_missing_tokens", -extra, lane=completion.lane)
+            self._telemetry.count("gateway.cache_missing_tokens", -extra, lane=lane)
         elif extra:
-            self._telemetry.count("gateway.cache_extra_tokens", extra, lane=completion.lane)
+            self._telemetry.count("gateway.cache_extra_tokens", extra, lane=lane)
 
     def take_report(self, record: ReportedEngine) -> None:
         """Take a heartbeat that has just come."""

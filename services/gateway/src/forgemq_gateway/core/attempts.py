@@ -303,6 +303,7 @@ class Attempts:
             where=(lane.lane, lane.epoch, lane.weights),
             emptied=self._lanes.emptied,
         )
+        turn.expected_under = lane.weights
         record = requested(turn, lane=lane.lane, epoch=lane.epoch)
         turn.state = "requested"
         turn.sent += 1

@@ -22,6 +22,7 @@ class KnownCompletion(Struct, kw_only=True, eq=False):
         path: Digest of the message path that ends with this reply.
         weights: Those that it began under; None if nothing was sampled.
         stop_string: The client's stop string that ended it; "" if none did.
+        taken_ms: When its lane read the request; `finished_ms` is by the same clock.
         messages: What its request added to the path, in chat form, if a later one may refer to it.
         echoed: Whether a later request of the client extends it.
         after_offset: Offset of the newest completion that the gateway had when this was requested.
@@ -46,6 +47,7 @@ class KnownCompletion(Struct, kw_only=True, eq=False):
     engine_s: float
     alone_s: float | None = None
     cached_tokens: int
+    taken_ms: int
     finished_ms: int
     temperature: float
     messages: bytes = b""

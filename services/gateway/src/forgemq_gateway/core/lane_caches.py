@@ -19,7 +19,7 @@ LaneCache: TypeAlias = tuple[int, int, WeightsId | None]
 
 Emptied: TypeAlias = Mapping[int, int]
 """By lane: when its engine last had nothing, in milliseconds of the clock that says when its
-completions finished."""
+completions were taken."""
 
 _GONE = -1
 """For the epoch of what an engine lost; a pool may have it."""
@@ -95,7 +95,8 @@ class FirstPrompts:
 
 
 def _cache_of(completion: KnownCompletion, emptied: Emptied) -> LaneCache:
-    is_gone = completion.finished_ms < emptied.get(completion.lane, 0)
+    # What an engine queues while it is updated keeps the older name, whichever weights sample it.
+    is_gone = completion.taken_ms < emptied.get(completion.lane, 0)
     return (completion.lane, _GONE if is_gone else completion.epoch, completion.weights)
 
 

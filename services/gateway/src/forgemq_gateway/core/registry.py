@@ -370,6 +370,7 @@ class Registry:
             engine_s=record.engine_s,
             alone_s=record.alone_s,
             cached_tokens=record.cached_tokens,
+            taken_ms=finished_ms - round(1000 * (record.queued_s + record.engine_s)),
             finished_ms=finished_ms,
             temperature=record.temperature,
             messages=part.messages if may_be_referred_to(part) else b"",

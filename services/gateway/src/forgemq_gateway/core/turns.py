@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 from forgemq_contracts.completions import RequestedCompletion
+from forgemq_contracts.lanes import WeightsId
 from forgemq_gateway.core.completion_tokens import tokens_of
 from forgemq_gateway.core.known_completion import TOKEN_BYTES, KnownCompletion
 from forgemq_gateway.core.lane_caches import (
@@ -35,6 +36,7 @@ class OpenTurn(Struct, kw_only=True, eq=False):
         held_s: How long its client was held before the turn began.
         cached_expected: Context tokens that the lane of its newest attempt should have cached; None
             if that attempt is one of before a restart.
+        expected_under: The weights of that lane when it was chosen.
         sent: How often it was given to a lane; the newest attempt is `sent - 1`.
         lane: The lane that has its newest attempt; -1 if no lane has it.
         engine_errors: Attempts that an engine failed since the last refusal; dead lanes are no
@@ -60,6 +62,7 @@ class OpenTurn(Struct, kw_only=True, eq=False):
     held_s: float = 0.0
     held_until_s: float = 0.0
     cached_expected: int | None = None
+    expected_under: WeightsId | None = None
     sent: int = 0
     lane: int = -1
     epoch: int = -1
