@@ -97,6 +97,18 @@ async def test_append_only_keeps_the_sampled_reasoning_in_the_next_prompt(thinke
     assert ended.fork_reasons == ()
 
 
+async def test_append_only_keeps_an_answer_that_ended_within_its_reasoning(tmp_path: Path) -> None:
+    """Under Qwen3's own renderer, which by itself would write an empty message in its place."""
+    qwen3 = write_model_folder(tmp_path / "m", name="Qwen/Qwen3-4B")
+    async with thinking(configuration_of(qwen3), say="<think>\nhm") as talk:
+        _, said = await converse(talk)
+        _, second = talk.seen()
+        ended = await talk.end()
+    assert said == ""
+    assert second.context == ids_of(talk, f"{HEAD}<think>\nhm{NEXT}")
+    assert ended.fork_reasons == ()
+
+
 async def test_template_sends_the_prompt_that_the_template_renders_and_counts_the_fork(
     thinker: Path,
 ) -> None:

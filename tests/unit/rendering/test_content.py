@@ -98,6 +98,22 @@ def test_control_tokens_in_tools_and_arguments_are_text(rendering: Rendering) ->
     assert hostile in rendering.decode(ids(hostile))
 
 
+@pytest.mark.parametrize("end", range(2))
+def test_a_turn_that_ended_within_its_reasoning_is_extended_as_one_that_closed_it(
+    rendering: Rendering, end: int
+) -> None:
+    """Its next context keeps what was sampled; llama-3 and the plain template know no reasoning."""
+    context = rendering.render(history("shoes")).ids
+    stop = rendering.stop_token_ids[min(end, len(rendering.stop_token_ids) - 1)]
+    ended = [*rendering.encode("<think>\nhm, and on", is_start=False), stop]
+    closed = [*rendering.encode("<think>\nhm\n</think>\n\nno", is_start=False), stop]
+    more = [{"role": "user", "content": "more"}]
+    behind = rendering.extend(context, ended, more)
+    assert behind is not None
+    assert behind == rendering.extend(context, closed, more)
+    assert "more" in rendering.decode(behind.ids)
+
+
 def test_control_tokens_in_what_follows_a_turn_are_text(rendering: Rendering) -> None:
     context = rendering.render(history("x"), tools=[TOOL]).ids
     output = [*rendering._tokenizer.encode("done"), rendering.stop_token_ids[0]]

@@ -12,6 +12,7 @@ from renderers import DefaultRenderer
 from renderers.base import ParsedResponse, ParsedToolCall, Renderer
 from renderers.reasoning import prompt_ends_in_reasoning
 
+from forgemq_rendering.bridge import bridge
 from forgemq_rendering.called import CONTENT_ERRORS, arguments_text
 from forgemq_rendering.choice import HistoryPolicy, choose_renderer
 from forgemq_rendering.continuations import continuations
@@ -75,6 +76,7 @@ class Rendering:
         self._message_ends = frozenset(renderer.get_stop_token_ids())
         self._opens_reasoning = lru_cache(_OPENINGS_MAX)(self._begins_in_reasoning)
         self._extension = TemplateExtension(tokenizer, stop_token_ids=frozenset(stop_token_ids))
+        self._reasoning_end = tokenizer.encode("</think>")
         self.stop_token_ids = stop_token_ids
         self.vocabulary_size = tokenizer.vocabulary_size
         self.name = type(renderer).__name__
@@ -253,17 +255,19 @@ class Rendering:
             if self._is_opaque:
                 ids = self._extension.after(output, given, tools)
                 return None if ids is None else Rendered(tokens=stand_ins.expand(ids).tokens)
-            before = [*context[-CONTEXT_TAIL_TOKENS:], *output]
-            bridged = self._renderer.bridge_to_next_turn(
-                before[: -len(output)], list(output), given, tools=self._shown(tools)
+            bridged = bridge(
+                self._renderer,
+                (context[-CONTEXT_TAIL_TOKENS:], output),
+                given,
+                tools=self._shown(tools),
+                reasoning_end=self._reasoning_end,
             )
-            if bridged is None or bridged.token_ids[: len(before)] != before:
+            if bridged is None:
                 return None
-            added = stand_ins.expand(bridged.token_ids[len(before) :])
+            added = stand_ins.expand(bridged.ids)
         ends = _ends(bridged.message_indices, count=len(given))
         return Rendered(
-            tokens=added.tokens,
-            message_ends=tuple(added.position(max(0, end - len(before))) for end in ends),
+            tokens=added.tokens, message_ends=tuple(added.position(end) for end in ends)
         )
 
     def tokens_min(self, texts: Iterable[str]) -> int:
