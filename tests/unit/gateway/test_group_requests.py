@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -18,7 +19,7 @@ from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.repeated import check_same
 from tests.unit.gateway.hindered_log import HinderedLog
 from tests.unit.gateway.scripted_lane import wall_ms
-from tests.unit.gateway.world import World, configuration_of, running
+from tests.unit.gateway.world import ADMIN_KEY, World, configuration_of, plain_http, running
 
 HUGE = b"1e999"  # No float is so large.
 
@@ -101,3 +102,34 @@ def test_a_repeated_task_with_a_number_beyond_every_float_is_compared_by_its_byt
         return
     with pytest.raises(RefusedError, match="task: the key 'k' asked for another group"):
         check_same(facts, again)
+
+
+@pytest.mark.parametrize("number", [b"1e400", b"-1E+0999", b"1" * 310 + b".0", b"7" * 4301])
+async def test_a_number_that_no_agent_or_grader_could_decode_is_refused_by_its_field(
+    model: Path, number: bytes
+) -> None:
+    """Of a task and of a result; a text may say the same."""
+    log = MemoryLog(run="r", clock_ms=wall_ms).open
+    async with running(log, configuration_of(model), str) as (world, _):
+        claim = await world.episode()
+        ends = f"/v1/episodes/{claim['episode_id']}/finish"
+        task = await posted(
+            world, "/v1/groups", b'{"domain":"shop","idempotency_key":"k","task":%b}', number
+        )
+        result = await posted(world, ends, b'{"result":{"score":[%b]}}', number)
+        told = await posted(world, ends, b'{"result":"%b"}', number)
+    rule = "a number must fit in 64 bits as a float, or have at most 4300 digits: "
+    for answer, field in ((task, "task"), (result, "result")):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, field)
+        assert error["message"].startswith(f"{field}: {rule}")
+    assert told.status_code == 200
+
+
+async def posted(world: World, path: str, body: bytes, value: bytes) -> httpx.Response:
+    async with plain_http() as client:
+        return await client.post(
+            f"{world.base_url}{path}",
+            content=body % value,
+            headers={"Authorization": f"Bearer {ADMIN_KEY}"},
+        )

@@ -14,6 +14,11 @@ from forgemq_settings.fixed_words import fixed_words
 
 Input = TypeVar("Input", bound=Struct)
 
+# A number that is out of range has 200 digits in a row or an exponent of three: looked for with
+# each digit written as 0, which takes a fifth of the time that it takes to build all values.
+_PLAIN = bytes.maketrans(b"123456789E", b"000000000e")
+_LARGE = (b"e000", b"e+000", b"0" * 200)
+
 
 def body_of(kind: type[Input]) -> Callable[[Request], Awaitable[Input]]:
     """A dependency that reads the body as this struct; an empty body is an empty object.
@@ -25,11 +30,16 @@ def body_of(kind: type[Input]) -> Callable[[Request], Awaitable[Input]]:
         data = await read_body(request.receive, bytes_max=BODY_BYTES_MAX, headers=request.headers)
         try:
             data.decode()  # The decoder takes a Raw field as it is, valid UTF-8 or not.
-            return msgspec.json.decode(data or b"{}", type=kind)
+            given = msgspec.json.decode(data or b"{}", type=kind)
         except msgspec.ValidationError as error:
             raise _refused(error, kind) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise invalid(f"the body is not valid JSON: {error}", param=None) from error
+        for name in given.__struct_fields__:
+            value = getattr(given, name)
+            if isinstance(value, msgspec.Raw):
+                _check_numbers(value, field=name)
+        return given
 
     return read
 
@@ -47,6 +57,23 @@ def query_of(kind: type[Input]) -> Callable[[Request], Awaitable[Input]]:
             raise _refused(error, kind) from error
 
     return read
+
+
+def _check_numbers(value: msgspec.Raw, *, field: str) -> None:
+    """Refuse a value that agents and graders could not decode; the decoder took it as it is.
+
+    Raises:
+        RefusedError: 400 naming the field and its rule.
+    """
+    data = bytes(value)
+    plain = data.translate(_PLAIN)
+    if not any(mark in plain for mark in _LARGE):
+        return
+    try:
+        msgspec.json.decode(data)
+    except msgspec.ValidationError as error:
+        rule = "a number must fit in 64 bits as a float, or have at most 4300 digits"
+        raise invalid(f"{field}: {rule}: {error}", param=field) from error
 
 
 def _refused(error: msgspec.ValidationError, kind: type[Struct]) -> RefusedError:
