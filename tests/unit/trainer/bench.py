@@ -36,6 +36,7 @@ class Bench:
         default_factory=lambda: Telemetry(service="trainer", stream=io.StringIO())
     )
     remote: str = ""
+    has_blob_folder: bool = False
     environ: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -54,7 +55,7 @@ class Bench:
                 run="r", configuration=self.configuration, blobs=self.blobs, started_ms=0
             ),
             log=self.open_log(),
-            blobs=BlobStore(self.blobs, run="r"),
+            blobs=BlobStore(self.blobs, run="r", has_folder=self.has_blob_folder),
             telemetry=self.telemetry,
             stop=stop,
             environ={"FORGEMQ_TRAINER_FOLDER": str(self.folder), **self.environ},

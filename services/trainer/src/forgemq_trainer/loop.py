@@ -13,6 +13,7 @@ its own lineage, whether or not an engine has served its weights already.
 import asyncio
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
@@ -33,6 +34,7 @@ from forgemq_trainer.completion_source import KEPT_BYTES_MAX
 from forgemq_trainer.core.alarms import Thresholds, alarms
 from forgemq_trainer.core.checkpoint_pace import CheckpointPace
 from forgemq_trainer.core.fresh import FreshCompletions, HeldWeights
+from forgemq_trainer.present_folders import PresentFolders
 from forgemq_trainer.previous_lives import PreviousLives, TrainerLife
 from forgemq_trainer.publisher import Publisher
 from forgemq_trainer.settings import TrainerSettings
@@ -73,6 +75,12 @@ class TrainingLoop:
             capped_share=settings.alarm_capped_share,
         )
         self._store = store
+        self._folders = PresentFolders(
+            context.blobs,
+            Path(settings.folder),
+            telemetry=context.telemetry,
+            is_stopping=context.stop.is_set,
+        )
         self._publisher = publisher
         self._is_beside = settings.saves_beside_step
         self._saving: asyncio.Task[None] | None = None
@@ -117,6 +125,7 @@ class TrainingLoop:
         self, training: Training, checkpoint: Checkpoint | None, previous: PreviousLives
     ) -> None:
         """Write to the log what a previous life may not have written of the checkpoint's step."""
+        await self._folders.wait()
         saved = await asyncio.to_thread(
             self._store.save_restored, training, checkpoint, lineage=self._life.lineage
         )
@@ -224,6 +233,7 @@ class TrainingLoop:
     ) -> None:
         """Give engines a trained step's weights, make all durable and commit the step's record."""
         started_s = asyncio.get_running_loop().time()
+        await self._folders.wait()
         written = await asyncio.to_thread(
             self._store.write_version, training, lineage=self._life.lineage
         )
@@ -236,6 +246,7 @@ class TrainingLoop:
             await self._publisher.publish(saved, headers=headers)
         needed: Mapping[int, int] = {}
         if trained.checkpoint_step == trained.step:
+            await self._folders.wait()
             begun_s = asyncio.get_running_loop().time()
             await asyncio.to_thread(
                 self._store.save_checkpoint,

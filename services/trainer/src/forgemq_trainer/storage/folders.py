@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+_LOCK = ".lock"
+
 HASHED_BYTES_AT_ONCE = 1 << 20
 """Large enough that hashing, not system calls, takes the time; small enough to stay in a cache."""
 
@@ -29,12 +31,17 @@ def lock_folder(folder: Path) -> Iterator[None]:
         FolderInUseError: another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a") as file:
+    with (folder / _LOCK).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise FolderInUseError(f"another process holds {folder}; end it first") from error
         yield
+
+
+def is_lock_there(folder: Path) -> bool:
+    """Whether this is a folder that was locked, and not the empty one below its mount point."""
+    return (folder / _LOCK).exists()
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None], *, is_synced: bool = True) -> None:
