@@ -108,6 +108,11 @@ def check_loss(loss: Loss) -> None:
             "loss.clip_dual must be above 1: at 1 an entry of ratio 1 is limited already, "
             f"got {loss.clip_dual:g}"
         )
+    if loss.clip_low > 1:
+        raise ValueError(
+            "loss.clip_low must be at most 1: ratios below 1 - clip_low are limited, and none is "
+            f"below 0; at 1 there is no lower limit, got {loss.clip_low:g}"
+        )
     if not _LOSS_KIND.fullmatch(loss.kind):
         raise ValueError(
             f"loss.kind must be one of {', '.join(LOSS_KINDS)} or module:function, "

@@ -3,6 +3,7 @@
 from collections.abc import Container, Sequence
 
 from forgemq_contracts.lane_engines import is_paired
+from forgemq_contracts.loss import Loss
 from forgemq_contracts.run import Queue, RunConfiguration, supervised_fractions
 from forgemq_contracts.stages import Stage
 
@@ -11,6 +12,9 @@ _OF_AGENTS = (
     *("outcome", "process", "speed", "curriculum", "sampling"),
 )
 """Fields of a queue whose episodes are sampled, compared and graded."""
+
+_LOSS_DIVISORS = ("normalisation", "group_tokens")
+"""Fields of a loss that hold for given replies too."""
 
 
 def check_supervised(configuration: RunConfiguration) -> None:
@@ -32,6 +36,8 @@ def check_supervised(configuration: RunConfiguration) -> None:
         raise ValueError(
             f"queues.*.supervised.fraction: all of them together must be {bound}, got {total:g}"
         )
+    if not has_others:
+        _check_loss(configuration.loss)
     _check_beside(configuration)
 
 
@@ -58,6 +64,18 @@ def _check_stages(stages: Sequence[Stage], *, supervised: Container[str]) -> Non
                     f"stages.{index}.domains.{own.domain}.sampling must be left out: the domain "
                     "is supervised, and its conversations are finished"
                 )
+
+
+def _check_loss(loss: Loss) -> None:
+    """Refuse what only sampled tokens have, if none are."""
+    usual = Loss()
+    for field in Loss.__struct_fields__:
+        given = getattr(loss, field)
+        if field not in _LOSS_DIVISORS and given != getattr(usual, field):
+            raise ValueError(
+                f"loss.{field} must be left out if all domains are supervised: the loss of their "
+                f"tokens is -log p, got {given!r}"
+            )
 
 
 def _check_beside(configuration: RunConfiguration) -> None:

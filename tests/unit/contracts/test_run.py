@@ -297,6 +297,7 @@ def test_group_tokens_and_a_normalisation_exclude_each_other():
         (Loss(kind="ppo_clip", mask_high=2.0), r"^loss\.mask_high .* it is for icepop, got 2$"),
         (Loss(kind="own.module:loss", clip_low=0.1), r"^loss\.clip_low must be left out"),
         (Loss(anchor_weight_cap=2.0), r"^loss\.anchor_weight_cap .* is not step_start, got 2$"),
+        (Loss(kind="gspo", clip_low=1.1), r"^loss\.clip_low must be at most 1: .*, got 1\.1$"),
     ],
 )
 def test_a_field_that_the_chosen_loss_does_not_read_is_refused_by_name(loss, message):

@@ -9,6 +9,7 @@ from forgemq_contracts.curriculum import Curriculum
 from forgemq_contracts.distillation import Distillation
 from forgemq_contracts.domain_settings import DomainSampling
 from forgemq_contracts.lane_engines import LaneEngines, RoleEngines
+from forgemq_contracts.loss import Loss
 from forgemq_contracts.run import (
     Model,
     Queue,
@@ -98,6 +99,19 @@ def test_supervised_domains_alone_may_have_all_of_the_loss_and_not_more():
     more = msgspec.structs.replace(notes, supervised=Supervised(fraction=0.8))
     with pytest.raises(ValueError, match=r"must be at most 1, got 1\.05"):
         check(msgspec.structs.replace(SOUND, queues=(TALKS, more)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("kind", "ppo_clip"), ("ratio_cap", 2.0), ("reference_weight", 0.1)],
+)
+def test_a_loss_of_sampled_tokens_is_refused_by_name_if_none_are_sampled(field, value):
+    loss = Loss(**{field: value})
+    check(msgspec.structs.replace(SOUND, loss=loss))
+    alone = msgspec.structs.replace(SOUND, queues=(TALKS,))
+    check(msgspec.structs.replace(alone, loss=Loss(group_tokens=8)))
+    with pytest.raises(ValueError, match=rf"^loss\.{field} must be left out if all domains are "):
+        check(msgspec.structs.replace(alone, loss=loss))
 
 
 @pytest.mark.parametrize(
