@@ -177,7 +177,7 @@ def test_a_group_that_lacks_members_is_given_up_at_the_deadline() -> None:
     offer(shared, GroupMember(0, 1, 1), GroupMember(1, 1, 1))
     started_s = time.monotonic()
     assert shared.form(has_joined=says_all) == (GroupMember(0, 1, 1), GroupMember(1, 1, 1))
-    assert 0.5 <= time.monotonic() - started_s < 3
+    assert 0.5 <= time.monotonic() - started_s < 10
 
 
 def test_a_lane_whose_process_does_not_say_that_it_joined_is_named(
@@ -218,7 +218,7 @@ def test_a_member_that_dies_or_hangs_costs_the_others_one_deadline_and_not_the_n
     lost.send_signal(fault)
     started_s = time.monotonic()
     failures = shared.send(shared.offer(lanes, prefix="r-1"), file)
-    assert time.monotonic() - started_s < 8
+    assert time.monotonic() - started_s < 11  # And not 12, of two deadlines.
     assert set(failures) == {0, 1, 2}
     assert all("RuntimeError" in failure for failure in failures.values())
     # Rank 2 may have got all from rank 0. The group is dropped, so that rank 3 does not wait on.
@@ -242,7 +242,7 @@ def test_closing_ends_the_forming_of_a_group(shared: SharedPath) -> None:
         started_s = time.monotonic()
         shared.close()
         assert forming.result(timeout=10) == (GroupMember(0, 1, 1),)
-    assert time.monotonic() - started_s < 2
+    assert time.monotonic() - started_s < 5
 
 
 def test_lanes_that_lapse_between_two_versions_and_return_are_in_the_group_still(
@@ -277,5 +277,5 @@ def test_lanes_that_all_have_the_weights_are_not_waited_for(
         shared.give_up(1)
         started_s = time.monotonic()
         failures = sending.result(timeout=10)
-    assert time.monotonic() - started_s < 1
+    assert time.monotonic() - started_s < 5
     assert set(failures.values()) == {"the lane has the weights already, or is gone"}

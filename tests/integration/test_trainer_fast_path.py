@@ -126,7 +126,7 @@ def test_an_engine_that_never_joins_is_given_up_at_the_deadline(tmp_path: Path) 
     offers = paths.offer({5: 1}, prefix="r-1")
     started_s = time.monotonic()
     failures = paths.send(offers, weights_file(tmp_path / "w.safetensors", 0))
-    assert 0.4 <= time.monotonic() - started_s < 3
+    assert 0.4 <= time.monotonic() - started_s < 10
     assert failures == {5: "the engine did not join within 0.4 s"}
 
 
@@ -157,7 +157,7 @@ def test_a_lane_that_lapses_during_a_transfer_is_given_up_at_once(
         paths.keep_only({1: 1})
         started_s = time.monotonic()
         failures = sending.result(timeout=10)
-    assert time.monotonic() - started_s < 1
+    assert time.monotonic() - started_s < 5
     assert failures == {0: "the lane has the weights already, or is gone", 1: ""}
     assert paths.send(paths.offer({1: 1}, prefix="r-1"), file) == {1: ""}
     assert lives.communicate(timeout=30)[0] == "equal\n"
@@ -172,8 +172,8 @@ def test_one_deadline_holds_for_joining_and_all_buckets_together(
     hanging.append(start_peer(offers[0], dies_after=-2))
     started_s = time.monotonic()
     failures = paths.send(offers, weights_file(tmp_path / "w.safetensors", 0))
-    assert 11.9 < time.monotonic() - started_s < 13.5
-    assert re.search(r"sent \d+ of \d+ bytes in 1[12]\.\d s of 12\.0 s", failures[0])
+    assert 11.9 < time.monotonic() - started_s < 20  # And not 24, of two deadlines.
+    assert re.search(r"sent \d+ of \d+ bytes in 1\d\.\d s of 12\.0 s", failures[0])
 
 
 def test_a_lane_that_has_the_weights_is_not_waited_for(tmp_path: Path, paths: FastPaths) -> None:
@@ -181,7 +181,7 @@ def test_a_lane_that_has_the_weights_is_not_waited_for(tmp_path: Path, paths: Fa
     paths.give_up(5)
     started_s = time.monotonic()
     failures = paths.send(offers, weights_file(tmp_path / "w.safetensors", 0))
-    assert time.monotonic() - started_s < 3
+    assert time.monotonic() - started_s < 5
     assert failures == {5: "the lane has the weights already, or is gone"}
 
 
