@@ -20,6 +20,7 @@ from forgemq_contracts.messages import Message
 from forgemq_contracts.run import Queue, window_of
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.topics import FINISHED_COMPLETIONS
+from forgemq_run_view.evaluation_rounds import EvaluationRounds
 from forgemq_run_view.forks import ForkBook
 from forgemq_run_view.group_entry import GroupEntry, row, window_positions
 from forgemq_run_view.shown_groups import ShownGroups, is_shown
@@ -49,14 +50,6 @@ _UNTAKEN: tuple[Position, ...] = ("playing", "complete", "ready")
 
 
 @dataclass(slots=True)
-class _Round:
-    sums: Sums = field(default_factory=Sums)
-    groups: int = 0
-    groups_ended: int = 0
-    versions: tuple[int, int] | None = None  # Oldest and newest; None before a completion.
-
-
-@dataclass(slots=True)
 class _Untrained:
     sums: Sums = field(default_factory=Sums)
     conversations: int = 0
@@ -81,7 +74,7 @@ class GroupBook:
         self._behind: dict[str, deque[str]] = {}
         self._waiting: Counter[str] = Counter()
         self._versions: dict[int, Sums] = {}
-        self._rounds: dict[tuple[str, bool], _Round] = {}
+        self._rounds = EvaluationRounds()
         self._untrained: dict[tuple[Source, str], _Untrained] = {}
         self._shown_groups = ShownGroups()
         self.retired: Counter[str] = Counter()
@@ -171,19 +164,7 @@ class GroupBook:
 
     def evaluations(self) -> tuple[EvaluationPoint, ...]:
         """Evaluation rounds, oldest weights first; last, those of which nothing is sampled."""
-        points = (
-            EvaluationPoint(
-                round_name=name,
-                is_greedy=is_greedy,
-                version_min=each.versions[0] if each.versions else None,
-                version_max=each.versions[1] if each.versions else None,
-                groups=each.groups,
-                groups_ended=each.groups_ended,
-                tally=each.sums.tally(),
-            )
-            for (name, is_greedy), each in self._rounds.items()
-        )
-        return tuple(sorted(points, key=_by_weights))
+        return self._rounds.points()
 
     def untrained(self, source: Source) -> tuple[UntrainedDomain, ...]:
         """Conversations of this source, by domain."""
@@ -291,10 +272,7 @@ class GroupBook:
         if not entry.reason:
             self._open.setdefault(entry.domain, set()).add(entry.group_id)
         if entry.is_in_round:
-            each = self._round(entry)
-            each.groups += 1
-            for version in (entry.version_min, entry.version_max):
-                _widen(each, version)
+            self._rounds.start(entry)
         elif entry.is_untrained:
             self._hide(self._shown_groups.note_untrained(entry.group_id))
             self._untrained_of(entry).conversations += 1
@@ -313,8 +291,8 @@ class GroupBook:
         entry.version_min = low if entry.version_min is None else min(low, entry.version_min)
         entry.version_max = high if entry.version_max is None else max(high, entry.version_max)
         if entry.is_in_round:
-            _widen(self._round(entry), low)
-            _widen(self._round(entry), high)
+            self._rounds.note_version(entry, low)
+            self._rounds.note_version(entry, high)
 
     def _apply_episode(self, record: FinishedEpisode) -> None:
         entry = self._entry(record.group_id)
@@ -360,11 +338,9 @@ class GroupBook:
         if entry.is_untrained:
             self._untrained_of(entry).ended += 1
             return self._untrained_of(entry).sums
-        if not entry.is_in_round:
-            return self._versions.setdefault(entry.version, Sums())
-        each = self._round(entry)
-        each.groups_ended += 1
-        return each.sums
+        if entry.is_in_round:
+            return self._rounds.end(entry)
+        return self._versions.setdefault(entry.version, Sums())
 
     def _apply_retired(self, record: RetiredGroup) -> None:
         entry = self._entry(record.group_id)
@@ -385,16 +361,3 @@ class GroupBook:
 
     def _untrained_of(self, entry: GroupEntry) -> _Untrained:
         return self._untrained.setdefault((entry.source, entry.domain), _Untrained())
-
-    def _round(self, entry: GroupEntry) -> _Round:
-        return self._rounds.setdefault((entry.round_name, entry.is_greedy), _Round())
-
-
-def _widen(each: _Round, version: int | None) -> None:
-    if version is not None:
-        low, high = each.versions or (version, version)
-        each.versions = (min(low, version), max(high, version))
-
-
-def _by_weights(point: EvaluationPoint) -> tuple[bool, int, str, bool]:
-    return (point.version_min is None, point.version_min or 0, point.round_name, point.is_greedy)
