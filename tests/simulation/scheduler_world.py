@@ -15,9 +15,9 @@ from forgemq_contracts.groups import (
     RequestedGroup,
     RetiredGroup,
 )
-from forgemq_contracts.lane_plan import LanePlan, RequestedLane
+from forgemq_contracts.lane_plan import LanePlan, RequestedLane, lanes_limit
 from forgemq_contracts.messages import Message, Tick
-from forgemq_contracts.run import RunConfiguration, lanes_limit
+from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
 from forgemq_scheduler.core import SchedulerCore

@@ -14,6 +14,7 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta, Struct
 
 from forgemq_contracts.fields import Lane, TimeMs
+from forgemq_contracts.run import LogLayout
 
 LaneState: TypeAlias = Annotated[
     Literal["serving", "drained"],
@@ -57,6 +58,11 @@ class PlannedLane(Struct, frozen=True, kw_only=True):
     lane: int
     state: LaneState
     engine_url: str = ""
+
+
+def lanes_limit(layout: LogLayout) -> int:
+    """Engines that a run can have at once: partitions of its lane topics."""
+    return layout.lanes if layout.lanes_max is None else layout.lanes_max
 
 
 class LanePlan:

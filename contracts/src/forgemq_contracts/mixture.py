@@ -12,7 +12,8 @@ from math import ceil
 from typing import NamedTuple
 
 from forgemq_contracts.even_rows import even_rows
-from forgemq_contracts.run import Queue, RunConfiguration, window_of
+from forgemq_contracts.queues import window_of
+from forgemq_contracts.run import Queue, RunConfiguration
 from forgemq_contracts.stages import SHARE_PARTS, Stage, of_domain, parts_of, stage_at
 
 Row = tuple[int, ...]

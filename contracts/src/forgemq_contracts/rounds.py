@@ -1,6 +1,7 @@
 """The held-out rounds on which the processes of a run have to agree."""
 
-from forgemq_contracts.run import RunConfiguration, played_queues
+from forgemq_contracts.queues import played_queues
+from forgemq_contracts.run import RunConfiguration
 
 START_ROUND = "start"
 """The base model's; its name begins so: version 1 is published once it is played."""

@@ -365,36 +365,3 @@ class EndedRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ended_ms: TimeMs
     detail: str = ""
     results: tuple[NamedValue, ...] = ()
-
-
-def lanes_limit(layout: LogLayout) -> int:
-    """Engines that a run can have at once: partitions of its lane topics."""
-    return layout.lanes if layout.lanes_max is None else layout.lanes_max
-
-
-def window_of(queue: Queue) -> int:
-    """W of a queue: as configured, else 0.3 N rounded up."""
-    return queue.window if queue.window is not None else -(-3 * queue.slots // 10)
-
-
-def played_queues(configuration: RunConfiguration) -> tuple[Queue, ...]:
-    """Queues whose groups the run's own agents ask for and play; the others' come from outside."""
-    return tuple(queue for queue in configuration.queues if queue.agent)
-
-
-def supplied_queues(configuration: RunConfiguration) -> tuple[Queue, ...]:
-    """Queues whose training groups the agents process asks for: played, or supervised by a file."""
-    return tuple(
-        queue
-        for queue in configuration.queues
-        if queue.agent or (queue.supervised is not None and queue.task_file)
-    )
-
-
-def supervised_fractions(configuration: RunConfiguration) -> dict[str, float]:
-    """By supervised domain, its fraction of the loss."""
-    return {
-        queue.domain: queue.supervised.fraction
-        for queue in configuration.queues
-        if queue.supervised is not None
-    }

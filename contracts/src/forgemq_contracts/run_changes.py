@@ -15,7 +15,8 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from forgemq_contracts.environments import environment_of
-from forgemq_contracts.run import RunConfiguration, lanes_limit
+from forgemq_contracts.lane_plan import lanes_limit
+from forgemq_contracts.run import RunConfiguration
 
 MAY_CHANGE = (
     "audit.*",

@@ -10,19 +10,14 @@ from forgemq_contracts.domains import context_tokens_max_of, sampling_of
 from forgemq_contracts.environments import environment_of
 from forgemq_contracts.episodes import STOP_STRINGS_MAX
 from forgemq_contracts.lane_engines import check_lanes, is_paired
+from forgemq_contracts.lane_plan import lanes_limit
 from forgemq_contracts.lora_rules import check_lora
 from forgemq_contracts.loss import check_loss
 from forgemq_contracts.pool import Pool
+from forgemq_contracts.queues import played_queues, window_of
 from forgemq_contracts.rank_rules import check_ranks, shard_ranks_of
 from forgemq_contracts.rules import check_numbers, check_tree_limit
-from forgemq_contracts.run import (
-    ENGINE_QUANTIZATIONS,
-    Queue,
-    RunConfiguration,
-    lanes_limit,
-    played_queues,
-    window_of,
-)
+from forgemq_contracts.run import ENGINE_QUANTIZATIONS, Queue, RunConfiguration
 from forgemq_contracts.speculation import Speculation
 from forgemq_contracts.stage_rules import check_stages
 from forgemq_contracts.supervised_rules import check_supervised

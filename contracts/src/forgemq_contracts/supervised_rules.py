@@ -4,7 +4,8 @@ from collections.abc import Container, Sequence
 
 from forgemq_contracts.lane_engines import is_paired
 from forgemq_contracts.loss import Loss
-from forgemq_contracts.run import Queue, RunConfiguration, supervised_fractions
+from forgemq_contracts.queues import supervised_fractions
+from forgemq_contracts.run import Queue, RunConfiguration
 from forgemq_contracts.stages import Stage
 
 _OF_AGENTS = (

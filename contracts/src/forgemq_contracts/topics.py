@@ -9,10 +9,10 @@ import msgspec
 from forgemq_contracts import completions, groups, weights
 from forgemq_contracts.audit import AuditedGroup
 from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode, OpenedEpisode
-from forgemq_contracts.lane_plan import RequestedLane
+from forgemq_contracts.lane_plan import RequestedLane, lanes_limit
 from forgemq_contracts.ownership import OwnedRun, ReportedGateway
 from forgemq_contracts.requested_end import RequestedEnd
-from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun, lanes_limit
+from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.topic import Topic as Topic
 from forgemq_contracts.topic import journal_topic

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq_contracts.lane_plan import LanePlan, RequestedLane
-from forgemq_contracts.run import LogLayout, lanes_limit
+from forgemq_contracts.lane_plan import LanePlan, RequestedLane, lanes_limit
+from forgemq_contracts.run import LogLayout
 
 CHANGES = ("add", "drain", "resume", "remove")
 

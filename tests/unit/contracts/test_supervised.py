@@ -10,15 +10,8 @@ from forgemq_contracts.distillation import Distillation
 from forgemq_contracts.domain_settings import DomainSampling
 from forgemq_contracts.lane_engines import LaneEngines, RoleEngines
 from forgemq_contracts.loss import Loss
-from forgemq_contracts.run import (
-    Model,
-    Queue,
-    RunConfiguration,
-    Trainer,
-    played_queues,
-    supervised_fractions,
-    supplied_queues,
-)
+from forgemq_contracts.queues import played_queues, supervised_fractions, supplied_queues
+from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
 from forgemq_contracts.run_changes import check_changes
 from forgemq_contracts.run_rules import check
 from forgemq_contracts.speculation import Speculation

@@ -17,7 +17,8 @@ from forgemq_contracts.groups import (
     ScoredGroup,
 )
 from forgemq_contracts.messages import Message
-from forgemq_contracts.run import Queue, window_of
+from forgemq_contracts.queues import window_of
+from forgemq_contracts.run import Queue
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.topics import FINISHED_COMPLETIONS
 from forgemq_run_view.evaluation_rounds import EvaluationRounds

@@ -13,7 +13,8 @@ from msgspec import Struct
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Message
 from forgemq_contracts.mixture import mixture_of
-from forgemq_contracts.run import Queue, StartedRun, window_of
+from forgemq_contracts.queues import window_of
+from forgemq_contracts.run import Queue, StartedRun
 from forgemq_run_view.state import Stall, StallReason
 from forgemq_run_view.watch_book import WatchBook
 from forgemq_run_view.watched import WatchedGroup

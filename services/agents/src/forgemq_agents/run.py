@@ -24,8 +24,9 @@ from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.groups import Groups
 from forgemq_agents.supply import Supply
 from forgemq_agents.task_choice import TaskChoice
+from forgemq_contracts.queues import supplied_queues
 from forgemq_contracts.rounds import END_ROUND, JUDGED_ROUND, START_ROUND
-from forgemq_contracts.run import Queue, RunConfiguration, supplied_queues
+from forgemq_contracts.run import Queue, RunConfiguration
 from forgemq_telemetry.telemetry import Telemetry
 
 

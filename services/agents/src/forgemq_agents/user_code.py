@@ -17,7 +17,8 @@ from forgemq_agents.errors import TaskFileError
 from forgemq_agents.task_file import TaskFile, read_tasks, repeated
 from forgemq_contracts.environments import EXTRA, environment_of
 from forgemq_contracts.fields import Source
-from forgemq_contracts.run import Evaluation, Queue, RunConfiguration, supplied_queues
+from forgemq_contracts.queues import supplied_queues
+from forgemq_contracts.run import Evaluation, Queue, RunConfiguration
 
 TaskSource = Callable[..., Any]
 """(seed, domain, number) -> task; in a stage that gives a difficulty, with `difficulty=` too."""

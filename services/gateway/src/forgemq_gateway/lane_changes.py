@@ -2,8 +2,8 @@
 
 import asyncio
 
-from forgemq_contracts.lane_plan import LanePlan, RequestedLane
-from forgemq_contracts.run import LogLayout, lanes_limit
+from forgemq_contracts.lane_plan import LanePlan, RequestedLane, lanes_limit
+from forgemq_contracts.run import LogLayout
 from forgemq_telemetry.telemetry import Telemetry
 
 

@@ -24,7 +24,8 @@ from forgemq_contracts.episodes import FinishedEpisode
 from forgemq_contracts.fields import TruncationCause
 from forgemq_contracts.groups import RequestedGroup
 from forgemq_contracts.partitions import group_id
-from forgemq_contracts.run import Queue, supervised_fractions
+from forgemq_contracts.queues import supervised_fractions
+from forgemq_contracts.run import Queue
 from forgemq_contracts.stages import stage_at
 from forgemq_gateway.access import Access
 from forgemq_gateway.context import GatewayContext

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from forgemq_bus.log import Emit, Place
 from forgemq_contracts import topics
-from forgemq_contracts.run import lanes_limit
+from forgemq_contracts.lane_plan import lanes_limit
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_inference.core.weights import BASE
 from forgemq_inference.engine import Engine, EngineError

@@ -10,8 +10,8 @@ from forgemq_bus.decoding import decoded_record
 from forgemq_bus.kept_records import read_from
 from forgemq_bus.log import Log, Place
 from forgemq_contracts import topics
-from forgemq_contracts.lane_plan import LanePlan, RequestedLane
-from forgemq_contracts.run import LogLayout, lanes_limit
+from forgemq_contracts.lane_plan import LanePlan, RequestedLane, lanes_limit
+from forgemq_contracts.run import LogLayout
 from forgemq_telemetry import Telemetry
 
 PLACE = Place(topics.REQUESTED_LANES.name, 0)

@@ -7,7 +7,7 @@ import msgspec
 
 from forgemq_bus.decoding import decoded_record
 from forgemq_bus.log import Log, Place
-from forgemq_contracts.run import lanes_limit
+from forgemq_contracts.lane_plan import lanes_limit
 from forgemq_contracts.topics import LOADED_WEIGHTS, PUBLISHED_WEIGHTS, REPORTED_ENGINES
 from forgemq_contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
 from forgemq_shell.dead_letters import DeadLetters

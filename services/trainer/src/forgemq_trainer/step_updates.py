@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from forgemq_contracts.run import RunConfiguration, supervised_fractions
+from forgemq_contracts.queues import supervised_fractions
+from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import ScheduledGroup
 from forgemq_trainer.core.loss import LossFunction
 from forgemq_trainer.core.minibatches import minibatches

@@ -15,7 +15,8 @@ import torch
 
 from forgemq_contracts import topics
 from forgemq_contracts.gaps import LogprobGap
-from forgemq_contracts.run import RunConfiguration, supervised_fractions
+from forgemq_contracts.queues import supervised_fractions
+from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import ScheduledGroup, ScheduledStep, TrainingMetrics
 from forgemq_contracts.trees import MergedTree
 from forgemq_settings.environment import SettingsError

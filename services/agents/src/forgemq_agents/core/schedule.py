@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from forgemq_contracts.mixture import Mixture
+from forgemq_contracts.queues import played_queues
 from forgemq_contracts.rounds import JUDGED_ROUND
-from forgemq_contracts.run import Evaluation, Queue, RunConfiguration, played_queues
+from forgemq_contracts.run import Evaluation, Queue, RunConfiguration
 
 STEPS_BEFORE_BASELINE_MAX = 1
 """Steps that can be trained while the round of the base model is played: the trainer publishes no

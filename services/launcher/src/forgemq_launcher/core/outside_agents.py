@@ -1,6 +1,7 @@
 """Agents that are not started with a run: what a person types, and when they know of the end."""
 
-from forgemq_contracts.run import RunConfiguration, supplied_queues
+from forgemq_contracts.queues import supplied_queues
+from forgemq_contracts.run import RunConfiguration
 
 TOLD_S = 5.0
 """Agents outside that try a gateway again do so after at most this, as the agents of a run do."""

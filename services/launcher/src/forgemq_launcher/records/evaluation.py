@@ -11,7 +11,8 @@ from forgemq_contracts.curriculum import SOLVED_OUTCOME_MIN
 from forgemq_contracts.domains import sampling_of
 from forgemq_contracts.fields import NamedValue
 from forgemq_contracts.groups import RequestedGroup, ScoredGroup
-from forgemq_contracts.run import StartedRun, played_queues
+from forgemq_contracts.queues import played_queues
+from forgemq_contracts.run import StartedRun
 from forgemq_contracts.topics import REQUESTED_GROUPS, SCORED_GROUPS
 from forgemq_run_view.pass_at_k import CONFIDENCE, PassRate, TaskSamples, pass_rates
 

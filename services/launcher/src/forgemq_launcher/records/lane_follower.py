@@ -8,8 +8,8 @@ import msgspec
 from forgemq_bus.bounded_reads import read_up_to
 from forgemq_bus.decoding import decoded_record
 from forgemq_bus.log import Log, Place, Record
-from forgemq_contracts.lane_plan import LanePlan, PlannedLane, RequestedLane
-from forgemq_contracts.run import LogLayout, lanes_limit
+from forgemq_contracts.lane_plan import LanePlan, PlannedLane, RequestedLane, lanes_limit
+from forgemq_contracts.run import LogLayout
 from forgemq_contracts.topics import REQUESTED_LANES
 
 _PLACE = Place(REQUESTED_LANES.name, 0)

@@ -6,7 +6,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from forgemq_contracts.run import RunConfiguration, supplied_queues
+from forgemq_contracts.queues import supplied_queues
+from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_launcher.upkeep.supervisor import ServiceSpec
 from forgemq_settings.user_code import for_user_code

@@ -5,7 +5,8 @@ from collections.abc import Iterable, MutableSequence
 
 from forgemq_contracts.groups import MergedGroup, RequestedGroup, RetiredGroup, RetireReason
 from forgemq_contracts.mixture import Mixture, mixture_of, staleness_limits
-from forgemq_contracts.run import Queue, RunConfiguration, window_of
+from forgemq_contracts.queues import window_of
+from forgemq_contracts.run import Queue, RunConfiguration
 from forgemq_contracts.steps import ScheduledGroup
 from forgemq_scheduler.core.choices import choice_of, result_of
 from forgemq_scheduler.core.snapshot import GroupPhase, OpenGroup, QueueSnapshot
