@@ -5,7 +5,8 @@ import os
 from contextlib import suppress
 
 import uvloop
-from stand_in_engine import Speed, StandInEngine, serving
+from stand_in_answers import Speed
+from stand_in_engine import StandInEngine, serving
 
 from forgemq_settings.environment import parse
 

@@ -42,7 +42,7 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 from pinning import cpu_s, measure_apart, measure_together
 from protocol_speakers import SPEAKERS
-from stand_in_engine import Speed
+from stand_in_answers import Speed
 
 SYSTEM = Workload(
     agents=256,

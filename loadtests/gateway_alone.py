@@ -26,7 +26,7 @@ from gateway_passing import until_serving
 from meter import Meter
 from msgspec import Struct
 from pinning import cpu_s
-from stand_in_engine import Context, Speed, sampled_after
+from stand_in_answers import Context, Speed, sampled_after
 
 from forgemq_bus.log import Log, Place, Reader, Record, Writer
 from forgemq_bus.memory import MemoryLog

@@ -37,7 +37,8 @@ from larger_model import larger_model
 from measurement import Measurement, parser_of
 from real_engines import real_engines
 from safetensors.torch import load_file, save_file
-from stand_in_engine import Speed, StandInEngine, serving
+from stand_in_answers import Speed
+from stand_in_engine import StandInEngine, serving
 from weight_lanes import TIMEOUT_S, Lane, Trainer, Update
 
 from forgemq_inference.engine import Engine

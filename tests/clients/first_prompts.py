@@ -1,6 +1,8 @@
 """Counts the tokens of the first prompt of each coding agent, in the demo's vocabulary.
 
-Run as `python -m tests.clients.first_prompts`, once `make test-clients` has installed the clients.
+Once `make test-clients` has installed the clients:
+
+    PYTHONPATH=deploy/demo:loadtests python -m tests.clients.first_prompts
 """
 
 import asyncio

@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 import aiohttp
 import msgspec
 from aiohttp import web
-
-from loadtests.stand_in_engine import Generation, Speed, StandInEngine, serving
+from stand_in_answers import Generation, Speed
+from stand_in_engine import StandInEngine, serving
 
 # Room for the prompts of coding agents in the small vocabulary of the tests' model.
 CONTEXT_TOKENS_MAX = 300_000

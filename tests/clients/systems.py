@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from stand_in_answers import Generation
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.upkeep.machine import listening_socket
-from loadtests.stand_in_engine import Generation
 from tests.clients.processes import CONTEXT_TOKENS_MAX, Child, deciding
 from tests.clients.scripted_model import ScriptedModel
 from tests.integration.gateway_process import GatewayProcess, gateway_on_broker

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from wide_demo import wide_demo
 
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.weights import Rendezvous
 from forgemq_sglang_cpu.options import EngineOptions
-from loadtests.wide_demo import wide_demo
 from tests.engine_fixture import started_engine
 from tests.gpu.test_gpu_weights import checksums
 from tests.integration.test_quantised_engine import (

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from stand_in_answers import Speed, sampled
+from stand_in_engine import StandInEngine, serving
 
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_contracts import topics
 from forgemq_contracts.arrays import unpack_ids
 from forgemq_contracts.run import StartedRun
-from loadtests.stand_in_engine import Speed, StandInEngine, sampled, serving
 from tests.lane_scene import LaneScene, configuration, create_topics
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

@@ -6,8 +6,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-
-from loadtests.stand_in_engine import Speed, StandInEngine, serving
+from stand_in_answers import Speed
+from stand_in_engine import StandInEngine, serving
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 

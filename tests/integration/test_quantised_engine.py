@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from wide_demo import wide_demo
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
@@ -24,7 +25,6 @@ from forgemq_telemetry.telemetry import Telemetry
 from forgemq_trainer.samples import sampled_parameters
 from forgemq_trainer.storage.durable import DurableWeights
 from forgemq_trainer.storage.weights import read_weights_folder
-from loadtests.wide_demo import wide_demo
 from tests.engine_fixture import engine_options, reset_engine, started_engine
 from tests.float8 import nearest
 from tests.integration.launched_run import DIALOGUE, LaunchedRun

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from stand_in_lane import heartbeat
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.weights import OfferedBroadcast
@@ -22,7 +23,6 @@ from forgemq_trainer.group_forming import GroupForming
 from forgemq_trainer.previous_lives import TrainerLife
 from forgemq_trainer.shared_path import SharedPath
 from forgemq_trainer.transfer_deadline import TransferDeadline
-from loadtests.stand_in_lane import heartbeat
 from tests.integration.test_trainer_fast_path import start_peer, weights_file
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from stand_in_lane import heartbeat
 
 from forgemq_bus.kafka import KafkaLog
 from forgemq_bus.log import Place
 from forgemq_contracts import topics
 from forgemq_contracts.weights import PublishedWeights
-from loadtests.stand_in_lane import heartbeat
 from tests.unit.trainer.bench import Bench, create_topics
 from tests.unit.trainer.scene import (
     agent_samples,

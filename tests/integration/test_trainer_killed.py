@@ -15,12 +15,12 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 import pytest
+from stand_in_lane import heartbeat
 
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_contracts import topics
 from forgemq_weight_relay import Receiver
-from loadtests.stand_in_lane import heartbeat
 from tests.integration.killed_trainer import killed_configuration
 from tests.unit.trainer.bench import Bench, create_topics
 from tests.unit.trainer.scene import (

@@ -4,8 +4,9 @@ import asyncio
 from pathlib import Path
 
 from aiohttp import web
+from stand_in_answers import Speed
+from stand_in_engine import StandInEngine
 
-from loadtests.stand_in_engine import Speed, StandInEngine
 from tests.unit.inference.test_weight_loads import serving_scene
 
 FOLLOWED = "followed"

@@ -5,10 +5,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from stand_in_answers import Speed
+from stand_in_engine import StandInEngine, serving
+
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.lane_plan import LaneChange, RequestedLane
-from loadtests.stand_in_engine import Speed, StandInEngine, serving
 from tests.lane_scene import LaneScene, create_topics
 
 CONTEXT = [5, 6, 7]

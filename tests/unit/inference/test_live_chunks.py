@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from stand_in_answers import Speed, sampled
+from stand_in_engine import StandInEngine, serving
 
 from forgemq_bus.errors import LogUnavailableError
 from forgemq_bus.log import Emit
@@ -15,7 +17,6 @@ from forgemq_contracts import topics
 from forgemq_contracts.arrays import unpack_ids
 from forgemq_contracts.completions import SampledChunk
 from forgemq_inference.engine import Engine, EngineRefusedError
-from loadtests.stand_in_engine import Speed, StandInEngine, sampled, serving
 from tests.lane_scene import GROUP, LaneScene, create_topics, request_id
 from tests.unit.gateway.hindered_log import HinderedLog
 

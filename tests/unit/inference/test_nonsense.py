@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from stand_in_answers import Generation, Speed
+from stand_in_engine import StandInEngine, serving
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.arrays import unpack_ids
 from forgemq_telemetry.causes import causes
-from loadtests.stand_in_engine import Generation, Speed, StandInEngine, serving
 from tests.lane_scene import LaneScene, create_topics, request_id
 
 CONTEXT = [5, 6, 7]

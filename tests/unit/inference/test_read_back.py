@@ -3,12 +3,13 @@
 import asyncio
 
 import msgspec
+from stand_in_answers import Speed
+from stand_in_engine import StandInEngine
 
 from forgemq_contracts import topics
 from forgemq_contracts.weights import OfferedBroadcast, SampledParameter
 from forgemq_inference.core.read_back import RankChecksums, RankPlace, wrong_parameters
 from forgemq_inference.core.weights import BASE, Served, WeightsState
-from loadtests.stand_in_engine import Speed, StandInEngine
 from tests.lane_scene import LaneScene
 from tests.unit.inference.test_weight_loads import rendezvous, serving_scene
 

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from msgspec.structs import replace
+from stand_in_answers import Speed
+from stand_in_engine import StandInEngine, serving
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.lane_plan import RequestedLane
 from forgemq_contracts.weights import PublishedWeights, RelayedLane
 from forgemq_settings.environment import SettingsError
-from loadtests.stand_in_engine import Speed, StandInEngine, serving
 from tests.lane_scene import LaneScene, create_topics
 from tests.relay_sender import relay
 

@@ -4,6 +4,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from stand_in_answers import Speed, sampled
+from stand_in_engine import StandInEngine, serving
 
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.log import Emit, Place
@@ -13,7 +15,6 @@ from forgemq_contracts.arrays import pack_ids, unpack_floats, unpack_ids
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_shell.clock import now_ms
 from forgemq_telemetry.causes import causes
-from loadtests.stand_in_engine import Speed, StandInEngine, sampled, serving
 from tests.lane_scene import LaneScene, create_topics, request_id
 
 CONTEXT = [5, 6, 7]

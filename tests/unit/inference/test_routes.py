@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stand_in_answers import Speed
+from stand_in_engine import StandInEngine, serving
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.arrays import pack_ids
@@ -23,7 +25,6 @@ from forgemq_inference.core.routes import Experts, InvalidRoutesError, packed_ro
 from forgemq_inference.core.weights import Weights
 from forgemq_inference.engine import ServerInfo
 from forgemq_inference.limits import engine_limits
-from loadtests.stand_in_engine import Speed, StandInEngine, serving
 from tests.lane_scene import TURN, LaneScene, create_topics, request_id
 
 EXPERTS = Experts(layers=2, top_k=2)

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from stand_in_answers import Speed
+from stand_in_engine import StandInEngine, serving
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
@@ -21,7 +23,6 @@ from forgemq_inference.core.teaching import is_taught, teaching_body
 from forgemq_inference.engine import Engine
 from forgemq_inference.teacher import Teacher
 from forgemq_telemetry import Telemetry
-from loadtests.stand_in_engine import Speed, StandInEngine, serving
 from tests.lane_scene import LaneScene, create_topics
 from tests.unit.inference.test_core import LIMITS, TIMING, answer, context_of, requested
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from stand_in_answers import Speed
+from stand_in_engine import StandInEngine, serving
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.weights import Rendezvous
-from loadtests.stand_in_engine import Speed, StandInEngine, serving
 from tests.lane_scene import LaneScene, create_topics
 
 CONTEXT = [5, 6, 7]

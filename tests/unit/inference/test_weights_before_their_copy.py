@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stand_in_answers import Speed
+from stand_in_engine import StandInEngine, serving
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.topics import REPORTED_ENGINES, decode
@@ -20,7 +22,6 @@ from forgemq_inference.core.weights import (
     Weights,
     WeightsState,
 )
-from loadtests.stand_in_engine import Speed, StandInEngine, serving
 from tests.lane_scene import LaneScene, create_topics
 from tests.relay_sender import relay
 from tests.unit.inference.conftest import write_model

@@ -1,13 +1,9 @@
-"""Load tests import one another by file name, as scripts of one folder do."""
+"""One thread for tiny tensors, as more only wait for each other."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[3] / "loadtests"))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -5,8 +5,8 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-
-from loadtests.stand_in_engine import Generation, Speed, StandInEngine, serving
+from stand_in_answers import Generation, Speed
+from stand_in_engine import StandInEngine, serving
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,12 @@
-"""One thread for tiny tensors, as more only wait for each other; load tests can be imported."""
+"""One thread for tiny tensors, as more only wait for each other."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.autojump import pytest_asyncio_loop_factories  # noqa: F401 - a hook
 from tests.unit.trainer.rank_scene import RankPair, RankProcesses
-
-sys.path.append(str(Path(__file__).parents[3] / "loadtests"))
 
 
 @pytest.fixture(autouse=True, scope="session")

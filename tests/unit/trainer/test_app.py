@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from stand_in_lane import heartbeat
 from transformers import AutoModelForCausalLM
 
 from forgemq_bus.log import Emit, Place
@@ -22,7 +23,6 @@ from forgemq_contracts.trees import MergedTree
 from forgemq_contracts.weights import PublishedWeights, RelayedLane
 from forgemq_telemetry.telemetry import Telemetry
 from forgemq_trainer.previous_lives import FencedTrainerError, LostCheckpointError
-from loadtests.stand_in_lane import heartbeat
 from tests.unit.trainer.bench import memory_bench
 from tests.unit.trainer.scene import (
     agent_samples,

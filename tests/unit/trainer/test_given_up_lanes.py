@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from stand_in_lane import heartbeat
 
 from forgemq_contracts.weights import LoadedWeights
 from forgemq_trainer.fast_path import FastPaths
 from forgemq_trainer.transfer_deadline import TransferDeadline
-from loadtests.stand_in_lane import heartbeat
 from tests.unit.trainer.publisher_scene import publishing
 
 

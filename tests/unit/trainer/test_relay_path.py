@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from stand_in_lane import heartbeat
 
 from forgemq_contracts import topics
 from forgemq_contracts.speculation import Speculation
 from forgemq_contracts.weights import RelayedLane
 from forgemq_trainer.storage.durable import DurableWeights
 from forgemq_weight_relay import Receiver, WeightsKey
-from loadtests.stand_in_lane import heartbeat
 from tests.unit.trainer.bench import Bench, memory_bench
 from tests.unit.trainer.head_scene import save_head
 from tests.unit.trainer.scene import agent_samples, merge, scheduled_step

@@ -8,6 +8,7 @@ from io import StringIO
 from typing import Any, TypeVar
 
 import torch
+from stand_in_lane import heartbeat
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.topics import OFFERED_BROADCASTS
@@ -19,7 +20,6 @@ from forgemq_trainer.previous_lives import TrainerLife
 from forgemq_trainer.process_group import GroupPlace, WeightGroup
 from forgemq_trainer.shared_path import SharedPath, _Shared
 from forgemq_trainer.transfer_deadline import TransferDeadline
-from loadtests.stand_in_lane import heartbeat
 
 T = TypeVar("T")
 
