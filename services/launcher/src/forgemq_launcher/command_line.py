@@ -80,6 +80,9 @@ def run_tool(
         environ: The settings are read from it.
         console: Gets what the command prints.
         refusals: Gets the line that says why a command was refused or failed; None: as `console`.
+
+    Raises:
+        OSError: a path cannot be read or written; it may be the output, which then can say nothing.
     """
     options = options_of(arguments)
     said = console if refusals is None else refusals
@@ -98,11 +101,6 @@ def run_tool(
         return exit_status.REFUSED
     except (LogError, BrokerError, RunNotStartedError) as error:
         say(said, f"forgemq: broker: {error}")
-        return exit_status.FAILED
-    except OSError as error:
-        if refusals is not None:
-            raise  # To `main`: it may be the output that cannot be written.
-        say(said, f"forgemq: {error}")
         return exit_status.FAILED
 
 
