@@ -161,16 +161,37 @@ def test_what_is_the_name_of_no_module_is_refused(module: str) -> None:
     assert "no module" in refusal(reward_run(f"{module}:loads"))
 
 
-def test_a_module_of_the_same_name_elsewhere_may_be_the_one_with_the_function(
-    tmp_path: Path,
-) -> None:
-    """The services look in installed packages before the run's code paths."""
+def test_a_function_of_another_module_with_the_name_of_the_users_is_taken(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("def grade(episode): ...\n")
-    check_user_code(reward_run("json:grade", str(tmp_path)))
     check_user_code(reward_run("json:loads", str(tmp_path)))
     said = refusal(reward_run("json:laods", str(tmp_path)))
     files = f"{tmp_path}/json.py or {json.__file__}"
     assert said.endswith(f"no 'laods' in {files}; did you mean 'loads' or 'load'?")
+
+
+@pytest.mark.parametrize("name", ["json", "time", "hidden", "forgemq_graders.turns"])
+def test_the_users_module_that_python_does_not_come_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Code paths come behind what is installed, and behind all of PYTHONPATH."""
+    installed, own = tmp_path / "installed", tmp_path / "own"
+    package, _, part = name.partition(".")
+    for folder in (installed, own):
+        file = folder / package / f"{part}.py" if part else folder / f"{package}.py"
+        file.parent.mkdir(parents=True)
+        file.write_text("def grade(episode): ...\n")
+        if part:
+            (folder / package / "__init__.py").touch()
+    if name == "hidden":
+        monkeypatch.syspath_prepend(installed)
+    place = installed / "hidden.py" if name == "hidden" else find_spec(package).origin
+    assert refusal(reward_run(f"{name}:grade", str(own))) == (
+        f"queues.d.outcome: the module {package!r} in code_paths is hidden by {place}, which "
+        "Python finds first: give it another name"
+    )
+    monkeypatch.syspath_prepend(own)
+    if name == "hidden":
+        check_user_code(reward_run(f"{name}:grade", str(own)))
 
 
 def environment_run(*code_paths: str) -> RunConfiguration:

@@ -10,12 +10,13 @@ import pytest
 import torch
 from datasets import Dataset
 
-from forgemq_agents.user_code import add_code_paths, load_domains
+from forgemq_agents.user_code import load_domains
 from forgemq_contracts import topics
 from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.model_folder import check_model_folder
 from forgemq_rendering import Rendering
 from forgemq_rendering.tokenizer import FolderTokenizer
+from forgemq_settings.user_code import add_code_paths
 from forgemq_trainer.model import load_model
 from forgemq_trainer.model_sizes import model_shape
 from tests.clients.install import folder_of

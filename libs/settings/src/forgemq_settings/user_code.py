@@ -1,7 +1,8 @@
-"""The environment that the user's code gets."""
+"""The environment that the user's code gets, and where it is imported from."""
 
 import re
-from collections.abc import Mapping, MutableMapping
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
 
 # ForgeMQ's own, and those by which clients of object stores and of telemetry find credentials.
 _SECRET = re.compile(
@@ -38,3 +39,8 @@ def taken_from(environ: MutableMapping[str, str]) -> dict[str, str]:
     for name in taken.keys() - for_user_code(taken).keys():
         del environ[name]
     return taken
+
+
+def add_code_paths(paths: Sequence[str]) -> None:
+    """Append the user's folders to the import path: installed modules keep precedence."""
+    sys.path.extend(path for path in paths if path not in sys.path)

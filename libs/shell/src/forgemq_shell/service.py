@@ -2,9 +2,8 @@
 
 import asyncio
 import signal
-import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -18,6 +17,7 @@ from forgemq_bus.kafka import KafkaLog
 from forgemq_bus.log import Log
 from forgemq_contracts.run import RunConfiguration, StartedRun
 from forgemq_settings.environment import SettingsError, parse
+from forgemq_settings.user_code import add_code_paths
 from forgemq_shell.connection import kafka_connection, run_id
 from forgemq_shell.interruption import result_before
 from forgemq_shell.library_logs import library_logs
@@ -281,8 +281,3 @@ async def _read_started_run(
         return await started_run(log, run, timeout_s=timeout_s, say=say)
     finally:
         await log.close()
-
-
-def add_code_paths(paths: Sequence[str]) -> None:
-    """Append the user's folders to the import path: installed modules keep precedence."""
-    sys.path.extend(path for path in paths if path not in sys.path)

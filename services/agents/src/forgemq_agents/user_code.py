@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -19,6 +18,7 @@ from forgemq_contracts.environments import EXTRA, environment_of
 from forgemq_contracts.fields import Source
 from forgemq_contracts.queues import supplied_queues
 from forgemq_contracts.run import Evaluation, Queue, RunConfiguration
+from forgemq_settings.user_code import add_code_paths
 
 TaskSource = Callable[..., Any]
 """(seed, domain, number) -> task; in a stage that gives a difficulty, with `difficulty=` too."""
@@ -83,13 +83,6 @@ def _check_takes_difficulty(source: TaskSource, *, domain: str, stage: int) -> N
             f"queues.{domain}.task_source: must take (seed, domain, number) and, since "
             f"stages.{stage} gives one, difficulty with a default: {error}"
         ) from error
-
-
-def add_code_paths(code_paths: Sequence[str]) -> None:
-    """Put these folders, in their order, before all others that Python imports from."""
-    for path in reversed(code_paths):
-        if path not in sys.path:
-            sys.path.insert(0, path)
 
 
 def _domain_code(queue: Queue, evaluation: Evaluation) -> DomainCode:

@@ -1,5 +1,6 @@
 """Finds the modules that a dotted name may mean, and reads them; imports nothing."""
 
+import os
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
@@ -28,6 +29,27 @@ def find_modules(name: str, *, code_paths: Sequence[str]) -> tuple[ModuleSpec, .
             if (inner := _inside(outer, ".".join((package, *parts[:number])), part)) is not None
         )
     return found
+
+
+def hiding_module(name: str, *, code_paths: Sequence[str]) -> str:
+    """Where Python finds a module in place of that in the run's folders; "" if it takes theirs.
+
+    Args:
+        name: Dotted.
+        code_paths: Folders of the run, which come behind all others. They may lack the module.
+    """
+    package = name.partition(".")[0]
+    own = PathFinder.find_spec(package, code_paths)
+    local = PathFinder.find_spec(package, [str(Path.cwd())])
+    others = [each for each in (local, _installed(package)) if each is not None and each.origin]
+    if own is None or not others or _place(others[0]) == _place(own):
+        return ""
+    return _place(others[0])
+
+
+def _place(module: ModuleSpec) -> str:
+    """The file of a module, links followed; "" for a folder without a module of its own."""
+    return os.path.realpath(module.origin or "") if module.has_location else module.origin or ""
 
 
 def names_in(module: ModuleSpec) -> ModuleNames | None:

@@ -2,13 +2,14 @@
 
 import difflib
 from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 
 from forgemq_contracts.environments import EXTRA, environment_of
 from forgemq_contracts.run import Queue, RunConfiguration
 from forgemq_launcher.core.configuration import ConfigurationError
-from forgemq_launcher.module_search import find_modules, names_in
+from forgemq_launcher.module_search import find_modules, hiding_module, names_in
 
 FUNCTIONS = ("task_source", "agent", "outcome", "process", "speed")
 """Fields of a queue that name a `module:function`, or "" for none; agent: or an environment."""
@@ -55,8 +56,14 @@ def _check_function(name: str, *, field: str, code_paths: Sequence[str]) -> None
         raise ConfigurationError(
             f"{field}: {name!r}: {error.filename}, line {error.lineno}: {error.msg}"
         ) from error
-    # Which of several is imported is known to the service alone.
-    if any(each is None or not each.is_complete or function in each.bound for each in named):
+    having = [
+        each
+        for each, names in zip(found, named, strict=True)
+        if names is None or not names.is_complete or function in names.bound
+    ]
+    if having:
+        if _is_within(having[0], code_paths):
+            _check_hidden(module, field=field, code_paths=code_paths)
         return
     known = frozenset[str]().union(*(each.called for each in named if each is not None))
     near = difflib.get_close_matches(function, sorted(known))
@@ -75,6 +82,23 @@ def _check_environment(queue: Queue, *, code_paths: Sequence[str]) -> None:
     if not find_modules(environment, code_paths=code_paths):
         raise ConfigurationError(
             f"{field}: {queue.agent!r}: no module {environment!r} in code_paths or installed"
+        )
+    _check_hidden(environment, field=field, code_paths=code_paths)
+
+
+def _is_within(module: ModuleSpec, folders: Sequence[str]) -> bool:
+    place = Path(module.origin or "")
+    return any(place.is_relative_to(folder) for folder in folders)
+
+
+def _check_hidden(module: str, *, field: str, code_paths: Sequence[str]) -> None:
+    """Refuse a module of the run's folders that Python does not come to."""
+    place = hiding_module(module, code_paths=code_paths)
+    if place:
+        package = module.partition(".")[0]
+        raise ConfigurationError(
+            f"{field}: the module {package!r} in code_paths is hidden by {place}, which Python "
+            "finds first: give it another name"
         )
 
 

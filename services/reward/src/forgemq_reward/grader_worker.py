@@ -39,6 +39,7 @@ from forgemq_reward.grader_messages import (
     frame_from_worker,
     to_worker,
 )
+from forgemq_settings.user_code import add_code_paths
 
 Grader: TypeAlias = Callable[[GradingEpisode], Any]
 _VERSION_CHARACTERS = 16
@@ -184,7 +185,7 @@ def code_version(names: Sequence[str]) -> str:
 
 
 def _import_all(load: Load, graders: dict[str, Graders]) -> Loaded:
-    sys.path.extend(path for path in load.code_paths if path not in sys.path)
+    add_code_paths(load.code_paths)
     try:
         for functions in load.queues:
             graders[functions.domain] = _graders(functions)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from forgemq_shell.service import add_code_paths
+from forgemq_settings.user_code import add_code_paths
 from forgemq_trainer.ranks import commands
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.storage.checkpoint import checkpoint_at
