@@ -325,3 +325,27 @@ async def test_an_echo_with_nulls_and_new_blocks_goes_on_from_the_sampled_tokens
     assert chain[1][: len(chain[0])] == chain[0]
     assert "t\ns\nFACT" in seen[1].text
     assert ended.forks == 0
+
+
+def test_content_in_a_tools_result_that_is_no_text_is_said_to_be_left_out() -> None:
+    """An agent cannot take it back: the rest of its episode would be refused."""
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png"}}
+    paper = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
+    said = {"type": "text", "text": "2 kB"}
+    note = "[{} left out: the model reads text]\n2 kB".format
+    assert result([picture, said]) == note("image")
+    assert result([paper, said]) == note("document from base64")
+    linked = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+    (answered,) = chat({"role": "tool", "tool_call_id": "c", "content": [linked, said]}).messages
+    assert answered.parts == (ToolResult("c", note("image_url")),)
+    seen = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
+    output = [seen, {"type": "input_text", "text": "2 kB"}]
+    (put,) = response({**OUTPUT, "output": output}).messages
+    assert put.parts == (ToolResult("c", note("input_image")),)
+    for ask in (
+        lambda: chat({"role": "user", "content": [linked]}),
+        lambda: blocks_of("user", picture),
+        lambda: response({"role": "user", "content": [seen]}),
+    ):
+        with pytest.raises(RefusedError, match="is not supported: the model reads text"):
+            ask()

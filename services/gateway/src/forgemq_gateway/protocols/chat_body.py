@@ -39,7 +39,7 @@ from forgemq_gateway.protocols.json_body import (
     tools_in,
 )
 from forgemq_gateway.protocols.message_items import MessageItems
-from forgemq_gateway.protocols.other_content import Kinds, Told, text_in, text_of_json
+from forgemq_gateway.protocols.other_content import Kinds, Told, text_in, text_of_json, unread
 from forgemq_gateway.protocols.reply_form import FORM_FIELDS, FormFields
 
 # Structs of which one body may have very many have `gc=False`: they are in no cycle, and to make
@@ -257,7 +257,7 @@ def _message(message: ChatMessage, *, where: str) -> RequestMessage:
     parts: list[Part] = []
     if message.reasoning_content is not None:
         parts.append(Thinking(message.reasoning_content))
-    text = _text(message.content, where=f"{where}.content", is_reply=message.role == "assistant")
+    text = _text(message.content, where=f"{where}.content", role=message.role)
     answered = message.tool_call_id
     if message.role == "tool":
         answered = answered or message.id or ""  # Some clients call it `id`, or leave it out.
@@ -286,7 +286,7 @@ def _call(call: CalledTool, *, where: str) -> Call:
     return Call(call.id or "", call.custom.name, given)
 
 
-def _text(content: Raw, *, where: str, is_reply: bool) -> str:
+def _text(content: Raw, *, where: str, role: Role) -> str:
     """The text of a message's content, that of its blocks joined.
 
     Raises:
@@ -295,18 +295,15 @@ def _text(content: Raw, *, where: str, is_reply: bool) -> str:
     if not is_array(content):
         return decoded_at(content, _TEXT, where=where) or ""
     blocks = items_in(content, _BLOCK, where=where, again=_KINDS.read_again)
-    return "".join(_block_text(block, where=place, is_reply=is_reply) for place, block in blocks)
+    return "".join(_block_text(block, where=place, role=role) for place, block in blocks)
 
 
-def _block_text(block: ContentBlock | Told, *, where: str, is_reply: bool) -> str:
+def _block_text(block: ContentBlock | Told, *, where: str, role: Role) -> str:
     if isinstance(block, Told):
         # What the model did not say is no part of its reply, which is known by its text.
-        return "" if is_reply and not block.is_plain else block.line
-    if block.type in _MEDIA_BLOCKS:
-        raise invalid(
-            f"content of type {block.type} is not supported: the model reads text",
-            param=f"{where}.type",
-        )
+        return "" if role == "assistant" and not block.is_plain else block.line
+    if block.type is not None and block.type in _MEDIA_BLOCKS:
+        return unread(block.type, role=role, where=where)
     return block.text or ""
 
 

@@ -37,7 +37,7 @@ from forgemq_gateway.protocols.json_body import (
     tools_in,
 )
 from forgemq_gateway.protocols.message_items import MessageItems
-from forgemq_gateway.protocols.other_content import Kinds, Told, text_in, text_of_json
+from forgemq_gateway.protocols.other_content import Kinds, Told, text_in, text_of_json, unread
 from forgemq_gateway.protocols.reply_form import (
     FormFields,
     Schema,
@@ -260,9 +260,9 @@ def _part(block: ContentBlock | Told, *, role: Role, where: str) -> Part | None:
         case "tool_result":
             return ToolResult(block.tool_use_id or "", _result_text(block.content, where=where))
         case "document":
-            return Text(_document_text(block, where=where))
+            return Text(_document_text(block, role=role, where=where))
         case "image":
-            raise _unread(block.type, where=where)
+            return Text(unread(block.type, role=role, where=where))
     return Text(text) if text else None
 
 
@@ -275,11 +275,11 @@ def _result_text(raw: Raw, *, where: str) -> str:
     return "".join(part.text for part in parts if isinstance(part, Text))
 
 
-def _document_text(block: ContentBlock, *, where: str) -> str:
+def _document_text(block: ContentBlock, *, role: Role, where: str) -> str:
     """The document's text, below its title if it has one.
 
     Raises:
-        RefusedError: 400: it is no text.
+        RefusedError: 400: it is no text, and in no tool's result.
     """
     source = decoded_at(block.source, _SOURCE, where=f"{where}.source")
     match source.type:
@@ -288,15 +288,9 @@ def _document_text(block: ContentBlock, *, where: str) -> str:
         case "content":
             text = text_in(source.content, where=f"{where}.source.content")
         case _:
-            raise _unread(f"document from {source.type}", where=where)
+            text = unread(f"document from {source.type}", role=role, where=where)
     title = text_of_json(block.title, where=f"{where}.title")
     return f"{title}\n{text}\n" if title else text
-
-
-def _unread(kind: str, *, where: str) -> Exception:
-    return invalid(
-        f"content of type {kind} is not supported: the model reads text", param=f"{where}.type"
-    )
 
 
 def _form(fields: MessagesFields) -> FormFields:

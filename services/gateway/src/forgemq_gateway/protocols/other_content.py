@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import msgspec
 from msgspec import Raw, Struct
 
-from forgemq_gateway.core.errors import RefusedError
+from forgemq_gateway.core.errors import RefusedError, invalid
 from forgemq_gateway.protocols.json_body import (
     NULL,
     decoded_at,
@@ -138,6 +138,22 @@ def told(item: Raw, *, where: str, depth: int = 0) -> Told:
         return Told(_without_encoded(bytes(item))) if depth else _as_json(item, where=where)
     heads = [text_of_json(head, where=where) for head in (other.title, other.source)]
     return Told(lines_of(*heads, text))
+
+
+def unread(kind: str, *, role: str, where: str) -> str:
+    """What is read of content that is no text, as an image: in a tool's result that it is left out.
+
+    There the policy asked for it, as a reader of files gives one, and its agent can leave out
+    nothing: each later request has the result again.
+
+    Raises:
+        RefusedError: 400: it is in another message, whose author means it to be seen.
+    """
+    if role == "tool":
+        return f"[{kind} left out: the model reads text]\n"
+    raise invalid(
+        f"content of type {kind} is not supported: the model reads text", param=f"{where}.type"
+    )
 
 
 def lines_of(*texts: str | None) -> str:

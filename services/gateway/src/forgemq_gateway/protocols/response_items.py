@@ -12,7 +12,7 @@ from msgspec import Raw, Struct
 
 from forgemq_gateway.core.conversation import Conversation, reply_message
 from forgemq_gateway.core.digests import parted_reasoning
-from forgemq_gateway.core.errors import invalid, unknown
+from forgemq_gateway.core.errors import unknown
 from forgemq_gateway.core.requests import (
     Call,
     Part,
@@ -23,7 +23,7 @@ from forgemq_gateway.core.requests import (
     ToolResult,
 )
 from forgemq_gateway.protocols.json_body import NULL, decoded_at, is_array, items_in
-from forgemq_gateway.protocols.other_content import Kinds, Told, text_of_json
+from forgemq_gateway.protocols.other_content import Kinds, Told, text_of_json, unread
 from forgemq_gateway.protocols.response_ids import answered_by
 from forgemq_gateway.protocols.signature import signed_request
 
@@ -198,14 +198,16 @@ def _answered_by(item: Item) -> str:
 def _assistant_part(item: Item, *, where: str) -> Part:
     match item.type:
         case "reasoning":
-            content = _text(item.content, where=f"{where}.content", is_reply=True)
-            return Thinking(content or _text(item.summary, where=f"{where}.summary", is_reply=True))
+            content = _text(item.content, where=f"{where}.content", role="assistant")
+            return Thinking(
+                content or _text(item.summary, where=f"{where}.summary", role="assistant")
+            )
         case "function_call":
             return Call(item.call_id or "", item.name or "", item.arguments or "{}")
         case "custom_tool_call":
             given = msgspec.json.encode({"input": item.input or ""}).decode()
             return Call(item.call_id or "", item.name or "", given)
-    return Text(_text(item.content, where=f"{where}.content", is_reply=True))
+    return Text(_text(item.content, where=f"{where}.content", role="assistant"))
 
 
 def closes(item: Item | Told) -> bool:
@@ -218,27 +220,24 @@ def closes(item: Item | Told) -> bool:
 def _other(item: Item, *, where: str) -> RequestMessage:
     """A message that is not the model's."""
     if item.type in _RESULTS:
-        text = _text(item.output, where=f"{where}.output", is_reply=False)
+        text = _text(item.output, where=f"{where}.output", role="tool")
         return RequestMessage(role="tool", parts=(ToolResult(item.call_id or "", text),))
-    text = _text(item.content, where=f"{where}.content", is_reply=False)
+    text = _text(item.content, where=f"{where}.content", role=item.role)
     return RequestMessage(role=item.role, parts=(Text(text),))
 
 
-def _text(content: Raw, *, where: str, is_reply: bool) -> str:
+def _text(content: Raw, *, where: str, role: Role) -> str:
     """A text, or that of an item's parts joined."""
     if not is_array(content):
         return decoded_at(content, _TEXT, where=where) or ""
     parts = items_in(content, _PART, where=where, again=_PARTS.read_again)
-    return "".join(_part_text(part, where=place, is_reply=is_reply) for place, part in parts)
+    return "".join(_part_text(part, where=place, role=role) for place, part in parts)
 
 
-def _part_text(part: ItemPart | Told, *, where: str, is_reply: bool) -> str:
+def _part_text(part: ItemPart | Told, *, where: str, role: Role) -> str:
     if isinstance(part, Told):
         # What the model did not say is no part of its reply, which is known by its text.
-        return "" if is_reply and not part.is_plain else part.line
-    if part.type in _MEDIA:
-        raise invalid(
-            f"content of type {part.type} is not supported: the model reads text",
-            param=f"{where}.type",
-        )
+        return "" if role == "assistant" and not part.is_plain else part.line
+    if part.type is not None and part.type in _MEDIA:
+        return unread(part.type, role=role, where=where)
     return part.text or part.refusal or ""
