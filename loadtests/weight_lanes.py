@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forgemq_contracts.weights import PublishedWeights, RelayedLane, Rendezvous
-from forgemq_inference.core.weights import BASE, Join, Served, WeightsState
+from forgemq_inference.core.weights import BASE, Join, WeightsState, served_by
 from forgemq_inference.durable import copies_in
 from forgemq_inference.engine import Engine
 from forgemq_inference.pause_clock import PauseClock
@@ -48,7 +48,9 @@ class Lane:
             lane=number,
             telemetry=telemetry,
         )
-        self._state = WeightsState(lane=number, epoch=1, served=Served(weights=BASE))
+        self._state = WeightsState(
+            lane=number, epoch=1, served=served_by(BASE.name, base_sha256=None)
+        )
         copies = copies_in(folder / "cache", lane=number)
         self._loader = WeightLoader(
             engine,

@@ -93,6 +93,12 @@ def published_head(folder: Path) -> PublishedHead:
     return PublishedHead(sha256=sha256, uri=str(folder), size_bytes=len(data))
 
 
+def name_of(folder: Path, *, version: int) -> str:
+    """What an engine calls the weights in a folder if they are this version of lineage 1."""
+    (file,) = folder.glob("*model.safetensors")
+    return f"1.{version}-{hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
+
+
 def request_id(number: int) -> str:
     return f"{number:032x}"
 

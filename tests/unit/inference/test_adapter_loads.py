@@ -7,6 +7,7 @@ from aiohttp import web
 from stand_in_answers import Speed
 from stand_in_engine import StandInEngine
 
+from tests.lane_scene import name_of
 from tests.unit.inference.test_weight_loads import serving_scene
 
 FOLLOWED = "followed"
@@ -80,8 +81,8 @@ async def test_a_newer_adapter_replaces_the_one_before_it_inside_the_pause(
     assert (loaded.version, loaded.path, loaded.paused_s > 0) == (2, "durable", True)
     assert engine.held == {"1.2": str(second)}
     assert engine.names == [
-        *("broken", "load 1.1", "1.1"),
-        *("broken", "load 1.2", "unload 1.1", "1.2"),
+        *("broken", "load 1.1", name_of(first, version=1)),
+        *("broken", "load 1.2", "unload 1.1", name_of(second, version=2)),
     ]
 
 
@@ -94,7 +95,7 @@ async def test_an_adapter_that_an_attempt_left_in_the_engine_is_loaded_anew(
         await scene.publish(folder, version=1)
         await scene.loaded(count=2)
     assert engine.held == {"of-somebody-else": "left", "1.1": str(folder)}
-    assert engine.names == ["broken", "unload 1.1", "load 1.1", "1.1"]
+    assert engine.names == ["broken", "unload 1.1", "load 1.1", name_of(folder, version=1)]
 
 
 async def test_an_engine_whose_requests_keep_their_adapter_is_refused_and_stays_paused(

@@ -49,7 +49,6 @@ from forgemq_inference.core.weights import (
     DurableLoad,
     FastLoad,
     Rename,
-    Served,
     Weights,
     WeightsState,
     served_by,
@@ -306,7 +305,8 @@ def test_spans_cover_the_output_with_alternating_versions(pieces: list[tuple[int
 
 
 def state_serving(weights: Weights = BASE, sha256: str | None = None) -> WeightsState:
-    return WeightsState(lane=0, epoch=3, served=Served(weights=weights, sha256=sha256))
+    served = msgspec.structs.replace(served_by(weights.name, base_sha256=None), sha256=sha256)
+    return WeightsState(lane=0, epoch=3, served=served)
 
 
 @given(st.permutations([(1, 0), (1, 1), (1, 2), (2, 1), (2, 2)]))

@@ -17,9 +17,8 @@ from forgemq_inference.core.weights import (
     DurableLoad,
     FastLoad,
     Rename,
-    Served,
-    Weights,
     WeightsState,
+    served_by,
 )
 from forgemq_inference.durable import DurableCopyError
 from forgemq_inference.head_payloads import head_payloads
@@ -39,7 +38,7 @@ def published(version: int, **fields: object) -> PublishedWeights:
 
 
 def state() -> WeightsState:
-    return WeightsState(lane=0, epoch=1, served=Served(weights=BASE, sha256=BASE_SHA))
+    return WeightsState(lane=0, epoch=1, served=served_by(BASE.name, base_sha256=BASE_SHA))
 
 
 def test_weights_that_the_engine_holds_are_renamed_only_if_it_holds_their_head_too() -> None:
@@ -68,7 +67,7 @@ def test_a_broken_update_of_the_policy_leaves_the_head_and_a_new_engine_has_none
     lane.note_head(FIRST.sha256)
     lane.note_broken()
     assert lane.missing_head(published(9)) is None
-    lane.note_restarted(Served(weights=Weights(0, 0)))
+    lane.note_restarted(served_by(BASE.name, base_sha256=None))
     assert lane.missing_head(published(9)) == FIRST
 
 

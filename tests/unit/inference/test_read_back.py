@@ -9,7 +9,7 @@ from stand_in_engine import StandInEngine
 from forgemq_contracts import topics
 from forgemq_contracts.weights import OfferedBroadcast, SampledParameter
 from forgemq_inference.core.read_back import RankChecksums, RankPlace, wrong_parameters
-from forgemq_inference.core.weights import BASE, Served, WeightsState
+from forgemq_inference.core.weights import BASE, WeightsState, served_by
 from tests.lane_scene import LaneScene
 from tests.unit.inference.test_weight_loads import rendezvous, serving_scene
 
@@ -110,7 +110,7 @@ async def test_a_version_comes_through_the_joined_group_and_else_from_the_durabl
 
 
 def test_only_the_newest_offer_to_this_lane_and_epoch_is_taken_and_once() -> None:
-    state = WeightsState(lane=1, epoch=2, served=Served(weights=BASE))
+    state = WeightsState(lane=1, epoch=2, served=served_by(BASE.name, base_sha256=None))
 
     def offer(name: str, *, lane: int, epoch: int) -> bool:
         place = {
@@ -138,7 +138,7 @@ def test_only_the_newest_offer_to_this_lane_and_epoch_is_taken_and_once() -> Non
 
 
 def test_a_group_of_several_lanes_is_left_with_the_engine_that_was_in_it() -> None:
-    state = WeightsState(lane=0, epoch=1, served=Served(weights=BASE))
+    state = WeightsState(lane=0, epoch=1, served=served_by(BASE.name, base_sha256=None))
     state.note_joined("own")
     state.note_shared("all")
     assert state.groups_besides("all") == ("own",)
@@ -146,5 +146,5 @@ def test_a_group_of_several_lanes_is_left_with_the_engine_that_was_in_it() -> No
     state.note_left("all")
     assert state.shared_group == ""
     state.note_shared("all")
-    state.note_restarted(Served(weights=BASE))
+    state.note_restarted(served_by(BASE.name, base_sha256=None))
     assert state.shared_group == ""

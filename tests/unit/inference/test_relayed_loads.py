@@ -17,6 +17,7 @@ from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.lane_plan import RequestedLane
 from forgemq_contracts.weights import PublishedWeights, RelayedLane
+from forgemq_inference.core.weights import weights_of_name
 from forgemq_settings.environment import SettingsError
 from tests.lane_scene import LaneScene, create_topics
 from tests.relay_sender import relay
@@ -48,11 +49,19 @@ async def test_relayed_weights_are_loaded_once_they_are_published(
     async with serving_scene(base, engine, cache=cache) as (scene, address):
         relayed = await relay(trained, [address], version=1)
         await scene.report(is_serving=True)
-        assert (relayed.lane, relayed.left_out, engine.weight_version) == (0, {}, "0.0")
+        assert (relayed.lane, relayed.left_out, weights_of_name(engine.weight_version)) == (
+            0,
+            {},
+            (0, 0),
+        )
         await scene.publish(trained, version=1, relayed_to=TO_US)
         shutil.rmtree(trained)
         _, loaded = await scene.loaded(count=2)
-    assert (loaded.version, loaded.path, engine.weight_version) == (1, "fast", "1.1")
+    assert (loaded.version, loaded.path, weights_of_name(engine.weight_version)) == (
+        1,
+        "fast",
+        (1, 1),
+    )
     assert loaded.paused_s > 0
 
 
@@ -139,7 +148,7 @@ async def test_an_engine_that_is_lost_while_the_relay_is_awaited_is_noticed_at_o
         engine.is_well = True
         await relay(trained, [address], version=1)
         _, loaded = await scene.loaded(count=2)
-    assert (loaded.version, engine.weight_version) == (1, "1.1")
+    assert (loaded.version, weights_of_name(engine.weight_version)) == (1, (1, 1))
 
 
 @pytest.mark.slow
@@ -151,7 +160,7 @@ async def test_what_the_relay_does_not_bring_comes_from_the_durable_copy_at_the_
         await scene.publish(trained, version=1, relayed_to=TO_US, deadline_s=1.0)
         _, loaded = await scene.loaded(count=2)
         (failed,) = scene.events_named("relay_failed")
-    assert (loaded.path, engine.weight_version) == ("durable", "1.1")
+    assert (loaded.path, weights_of_name(engine.weight_version)) == ("durable", (1, 1))
     assert re.fullmatch(r"not whole after 1\.\d s of 1\.0 s", failed["error"])
     assert 1.0 <= loaded.duration_s < 10
 

@@ -13,7 +13,8 @@ from stand_in_engine import StandInEngine, serving
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.weights import Rendezvous
-from tests.lane_scene import LaneScene, create_topics
+from forgemq_inference.core.weights import weights_of_name
+from tests.lane_scene import LaneScene, create_topics, name_of
 
 CONTEXT = [5, 6, 7]
 
@@ -71,7 +72,7 @@ async def test_the_first_publication_of_the_base_bytes_changes_only_the_name(bas
         await scene.request(1, CONTEXT)
         (record,) = await scene.finished(count=1)
     assert (loaded.lineage, loaded.version, loaded.path, loaded.paused_s) == (1, 0, "start", 0.0)
-    assert (engine.weight_version, record.spans[0].lineage) == ("1.0", 1)
+    assert (weights_of_name(engine.weight_version), record.spans[0].lineage) == ((1, 0), 1)
 
 
 async def test_an_engine_that_began_with_another_model_loads_the_runs(
@@ -87,7 +88,7 @@ async def test_an_engine_that_began_with_another_model_loads_the_runs(
         (event,) = scene.events_named("engine_of_another_model")
         assert (event["folder"], event["wanted"]) == (folder, str(base))
         assert (loaded.version, loaded.path) == (0, "durable")
-        assert (engine.weight_version, engine.model_path) == ("1.0", str(base))
+        assert (weights_of_name(engine.weight_version), engine.model_path) == ((1, 0), str(base))
 
 
 async def test_an_engine_that_began_with_a_copy_of_the_model_loads_nothing(
@@ -110,7 +111,11 @@ async def test_new_weights_come_from_the_durable_copy_if_no_fast_path_is_offered
         await scene.publish(trained, version=1)
         _, loaded = await scene.loaded(count=2)
         report = await scene.report(is_serving=True)
-    assert (loaded.version, loaded.path, engine.weight_version) == (1, "durable", "1.1")
+    assert (loaded.version, loaded.path, weights_of_name(engine.weight_version)) == (
+        1,
+        "durable",
+        (1, 1),
+    )
     assert loaded.duration_s >= loaded.paused_s > 0
     assert report.version == 1
 
@@ -155,11 +160,8 @@ async def test_the_fast_path_receives_every_tensor_once_in_name_order(
     (body,) = engine.received
     assert body["names"] == [f"layers.{i}.weight" for i in range(4)]
     assert body["shapes"] == [[8, 4]] * 4
-    assert (body["load_format"], body["flush_cache"], body["weight_version"]) == (
-        "flattened_bucket",
-        True,
-        "1.1",
-    )
+    assert (body["load_format"], body["flush_cache"]) == ("flattened_bucket", True)
+    assert body["weight_version"] == name_of(trained, version=1)
 
 
 async def test_a_joined_group_is_used_again_and_an_unknown_one_is_not(
@@ -201,7 +203,7 @@ async def test_a_refused_process_group_falls_back_to_the_durable_copy(
     async with serving_scene(base, engine) as scene, rendezvous() as offer:
         await scene.publish(trained, version=1, fast_paths=(offer,))
         _, loaded = await scene.loaded(count=2)
-    assert (loaded.path, engine.weight_version) == ("durable", "1.1")
+    assert (loaded.path, weights_of_name(engine.weight_version)) == ("durable", (1, 1))
     assert "process group" in scene.events_named("fast_path_failed")[0]["error"]
 
 
@@ -251,7 +253,11 @@ async def test_a_late_joiner_starts_on_the_newest_durable_copy_of_the_newest_lin
         async with scene.serving():
             report = await scene.report(is_serving=True)
             (loaded,) = await scene.loaded(count=1)
-    assert (report.lineage, report.version, engine.weight_version) == (2, 5, "2.5")
+    assert (report.lineage, report.version, weights_of_name(engine.weight_version)) == (
+        2,
+        5,
+        (2, 5),
+    )
     assert loaded.path == "start"
 
 
@@ -264,7 +270,7 @@ async def test_an_engine_left_in_a_broken_update_is_loaded_again_before_it_serve
         await scene.publish(trained, version=3)
         async with scene.serving():
             await scene.report(is_serving=True)
-    assert engine.weight_version == "1.3"
+    assert weights_of_name(engine.weight_version) == (1, 3)
 
 
 @pytest.mark.parametrize("name", ["broken", "1.40"])
@@ -281,7 +287,11 @@ async def test_an_engine_with_unknown_weights_never_serves_without_published_one
             assert engine.weight_version == "broken"
             await scene.publish(trained, version=1)
             report = await scene.report(is_serving=True)
-    assert (report.lineage, report.version, engine.weight_version) == (1, 1, "1.1")
+    assert (report.lineage, report.version, weights_of_name(engine.weight_version)) == (
+        1,
+        1,
+        (1, 1),
+    )
 
 
 async def test_an_engine_that_another_run_has_loaded_gets_the_weights_of_this_one(
@@ -293,7 +303,11 @@ async def test_an_engine_that_another_run_has_loaded_gets_the_weights_of_this_on
         await scene.publish(trained, version=3)
         async with scene.serving():
             report = await scene.report(is_serving=True)
-    assert (report.lineage, report.version, engine.weight_version) == (1, 3, "1.3")
+    assert (report.lineage, report.version, weights_of_name(engine.weight_version)) == (
+        1,
+        3,
+        (1, 3),
+    )
     assert [each["weights"] for each in scene.events_named("weights_of_another_run")] == ["1.40"]
 
 
@@ -309,7 +323,7 @@ async def test_a_damaged_durable_copy_is_never_loaded(base: Path, trained: Path)
 
         with pytest.raises(ExceptionGroup):
             await serve()
-    assert engine.weight_version == "0.0"
+    assert weights_of_name(engine.weight_version) == (0, 0)
     assert "published was 0000" in scene.events_named("load_failed")[-1]["error"]
 
 

@@ -18,9 +18,9 @@ from forgemq_inference.core.weights import (
     DurableLoad,
     FastLoad,
     RelayedLoad,
-    Served,
-    Weights,
     WeightsState,
+    served_by,
+    weights_of_name,
 )
 from tests.lane_scene import LaneScene, create_topics
 from tests.relay_sender import relay
@@ -37,7 +37,7 @@ def published(version: int, *, is_durable: bool, **fields: object) -> PublishedW
 
 
 def state() -> WeightsState:
-    return WeightsState(lane=0, epoch=1, served=Served(weights=BASE))
+    return WeightsState(lane=0, epoch=1, served=served_by(BASE.name, base_sha256=None))
 
 
 # What comes next
@@ -111,7 +111,7 @@ def test_whatever_fails_a_lane_reads_only_copies_that_exist_and_ends_on_the_newe
                 lane.note_broken()
             if step in ("fail", "break") and not isinstance(load, DurableLoad):
                 lane.note_failed(load.published)
-    assert lane.served == Served(weights=Weights(1, durable), sha256=f"{durable:064}")
+    assert (lane.served.weights, lane.served.sha256) == ((1, durable), f"{durable:064}")
 
 
 # Through the service, into the stand-in engine
@@ -129,7 +129,7 @@ async def test_the_fast_path_needs_no_copy_of_what_it_brings(base: Path, trained
         loaded = await scene.loaded(count=3)
     assert [(each.version, each.path) for each in loaded[1:]] == [(1, "start"), (2, "fast")]
     assert engine.received[0]["names"] == [f"layers.{i}.weight" for i in range(4)]
-    assert engine.weight_version == "1.2"
+    assert weights_of_name(engine.weight_version) == (1, 2)
 
 
 @pytest.mark.wall_clock
@@ -140,7 +140,11 @@ async def test_the_relay_needs_no_copy_of_what_it_brings(base: Path, trained: Pa
         await scene.publish(trained, version=2, relayed_to=TO_US, durable_before=base)
         shutil.rmtree(trained)
         _, loaded = await scene.loaded(count=2)
-    assert (loaded.version, loaded.path, engine.weight_version) == (2, "fast", "1.2")
+    assert (loaded.version, loaded.path, weights_of_name(engine.weight_version)) == (
+        2,
+        "fast",
+        (1, 2),
+    )
 
 
 async def test_an_engine_whose_fast_path_breaks_goes_on_with_the_durable_version_before(
@@ -159,7 +163,11 @@ async def test_an_engine_whose_fast_path_breaks_goes_on_with_the_durable_version
         *_, last = await scene.loaded(count=4)
     assert [(each.version, each.path) for each in loaded[1:]] == [(1, "durable"), (1, "durable")]
     assert [span.version for span in record.spans] == [1]
-    assert (last.version, last.path, engine.weight_version) == (2, "durable", "1.2")
+    assert (last.version, last.path, weights_of_name(engine.weight_version)) == (
+        2,
+        "durable",
+        (1, 2),
+    )
     assert len(scene.events_named("fast_path_failed")) == 1
 
 
@@ -179,7 +187,11 @@ async def test_an_engine_that_the_relay_misses_is_not_paused_until_the_copy_come
         await scene.publish(trained, version=2, relayed_to=TO_US)
         _, loaded = await scene.loaded(count=2)
     assert [span.version for span in record.spans] == [0]
-    assert (loaded.version, loaded.path, engine.weight_version) == (2, "durable", "1.2")
+    assert (loaded.version, loaded.path, weights_of_name(engine.weight_version)) == (
+        2,
+        "durable",
+        (1, 2),
+    )
 
 
 @pytest.mark.slow
@@ -231,7 +243,7 @@ async def test_an_engine_that_joins_between_a_version_and_its_copy_serves_the_on
         await scene.publish(newer, version=5, durable_before=trained)
         async with scene.serving():
             report = await scene.report(is_serving=True)
-            assert (report.version, engine.weight_version) == (4, "1.4")
+            assert (report.version, weights_of_name(engine.weight_version)) == (4, (1, 4))
             await scene.publish(newer, version=5)
             _, loaded = await scene.loaded(count=2)
     assert (loaded.version, loaded.path) == (5, "durable")
@@ -257,4 +269,4 @@ async def test_an_engine_that_starts_again_before_the_copy_is_there_serves_nothi
     reports = [decode(REPORTED_ENGINES, each.value) for each in records]
     served = [each.version for each in reports if each.is_serving]
     assert served == sorted(served)
-    assert (served[0], served[-1], engine.weight_version) == (0, 2, "1.2")
+    assert (served[0], served[-1], weights_of_name(engine.weight_version)) == (0, 2, (1, 2))

@@ -2,11 +2,11 @@
 
 An engine writes what it has computed to the pool, and another engine reads it there instead of
 computing it again. SGLang finds K/V by its tokens and a request's `extra_key`, for which ForgeMQ
-sends the name of the weights (`<lineage>.<version>`) that the engine has when it is asked. Some
+sends the version of the weights (`<lineage>.<version>`) that the engine has when it is asked. Some
 requests wait in the engine while new weights are loaded, or are retracted and computed again. They
 would file K/V of the new weights under the old name, where an engine that still has the old weights
-finds it. So the engine itself sets the name, whenever it looks for a request's prefix: from then on
-until it is retracted, a request is computed by one version of the weights.
+finds it. So the engine itself sets its own name for them, whenever it looks for a request's prefix:
+from then on until it is retracted, a request is computed by one version of the weights.
 """
 
 import json

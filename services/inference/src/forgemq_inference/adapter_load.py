@@ -11,7 +11,9 @@ FOLLOWED = "followed"
 say so, and have dropped the engine's K/V."""
 
 
-async def load_adapter(engine: LaneEngine, folder: Path, *, name: str, timeout_s: float) -> None:
+async def load_adapter(
+    engine: LaneEngine, folder: Path, *, adapter: str, name: str, timeout_s: float
+) -> None:
     """Let the engine go on with an adapter, and drop the ones before it.
 
     The weights are named `broken` until all is done, and `name` then.
@@ -19,7 +21,8 @@ async def load_adapter(engine: LaneEngine, folder: Path, *, name: str, timeout_s
     Args:
         engine: Paused.
         folder: Of the adapter; the engine reads it.
-        name: Of the weights, and of the adapter in the engine.
+        adapter: Its name in the engine, by which the engine's hooks know an adapter of the policy.
+        name: Of the weights.
         timeout_s: For the load.
 
     Raises:
@@ -28,14 +31,14 @@ async def load_adapter(engine: LaneEngine, folder: Path, *, name: str, timeout_s
     if not isinstance(engine, Engine):
         raise EngineRefusedError(f"{engine.url}: an engine pair loads no adapters")
     await engine.name_weights(BROKEN_NAME)
-    loaded = await _loaded(engine, folder, name=name, timeout_s=timeout_s)
-    if loaded.get(FOLLOWED) != name:
+    loaded = await _loaded(engine, folder, name=adapter, timeout_s=timeout_s)
+    if loaded.get(FOLLOWED) != adapter:
         raise EngineRefusedError(
-            f"{engine.url} would go on without the adapter {name} in requests that it has: it "
+            f"{engine.url} would go on without the adapter {adapter} in requests that it has: it "
             "must be started by python -m forgemq_sglang_cpu or by a run"
         )
     for other in loaded:
-        if other != name and weights_of_name(other) is not None:
+        if other != adapter and weights_of_name(other) is not None:
             await engine.unload_adapter(other)
     await engine.name_weights(name)
 

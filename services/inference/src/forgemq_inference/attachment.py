@@ -199,7 +199,7 @@ class Attachment:
         is_base = name != BROKEN_NAME and (weights_of_name(name) or BASE) == BASE
         base_sha256 = await self._base_sha256(info) if is_base else None
         served = served_by(name, base_sha256=base_sha256)
-        if self._weights.is_foreign(served.weights):
+        if self._weights.is_foreign(served):
             self._telemetry.event("weights_of_another_run", url=self._engine.url, weights=name)
             await self._engine.name_weights(BROKEN_NAME)
             served = served_by(BROKEN_NAME, base_sha256=None)
@@ -318,7 +318,7 @@ class Attachment:
         served = self._weights.served
         name = (await self._engine.model_info()).weight_version
         if not self._is_changing and served == self._weights.served:
-            expected = served.weights.name
+            expected = served.name
             if name != expected:
                 raise EngineUnreachableError(f"restarted: its weights are {name}, were {expected}")
         load = await self._load()

@@ -7,7 +7,7 @@ from pathlib import Path
 from forgemq_bus.log import Writer
 from forgemq_inference.attachment import Attachment
 from forgemq_inference.core.lane import LaneState
-from forgemq_inference.core.weights import BASE, Served, WeightsState
+from forgemq_inference.core.weights import BASE, WeightsState, served_by
 from forgemq_inference.durable import copies_in
 from forgemq_inference.engine_pair import LaneEngine
 from forgemq_inference.inbox import Inbox
@@ -73,7 +73,11 @@ def lane_parts(
         spawn: Starts a coroutine whose failure ends the service.
     """
     telemetry, pauses, suspected = context.telemetry, PauseClock(), asyncio.Event()
-    weights = WeightsState(lane=identity.lane, epoch=identity.epoch, served=Served(weights=BASE))
+    weights = WeightsState(
+        lane=identity.lane,
+        epoch=identity.epoch,
+        served=served_by(BASE.name, base_sha256=None),
+    )
     requests = Requests(
         edges.engine,
         _lane_state(settings, identity),

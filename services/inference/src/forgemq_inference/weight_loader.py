@@ -29,6 +29,7 @@ from forgemq_inference.core.weights import (
     Rename,
     Weights,
     WeightsState,
+    engine_name,
 )
 from forgemq_inference.durable import Copies, DurableCopyError
 from forgemq_inference.engine import BucketPlace, EngineError, EngineRefusedError
@@ -124,7 +125,7 @@ class WeightLoader:
         started_s = time.monotonic()
         match load:
             case Rename(published):
-                await self._engine.name_weights(_name(published))
+                await self._engine.name_weights(engine_name(published))
                 loaded: _Loaded | None = _Loaded(published=published, path="start", paused_s=0.0)
             case DurableLoad(published):
                 loaded = await self._load_durable(published)
@@ -300,7 +301,7 @@ class WeightLoader:
     async def _plan(self, published: PublishedWeights) -> tuple[ReceivedSession, ...]:
         """What comes on the fast path: the policy's tensors, then those of a published head."""
         tensors = await self._copies.policies.tensors(published)
-        name = _name(published)
+        name = engine_name(published)
         if published.head is None:
             return (ReceivedSession(selector="target", tensors=tensors, final_name=name),)
         head = await self._copies.heads.tensors(published.head)
@@ -310,12 +311,15 @@ class WeightLoader:
         )
 
     async def _load_folders(self, published: PublishedWeights, folders: Folders) -> None:
-        name = _name(published)
+        name = engine_name(published)
         self._state.note_broken()
         named = BROKEN_NAME if folders.head else name
         timeout_s = self._durable_timeout_s
         if published.kind == "adapter":
-            await load_adapter(self._engine, folders.policy, name=name, timeout_s=timeout_s)
+            adapter = _name(published)
+            await load_adapter(
+                self._engine, folders.policy, adapter=adapter, name=name, timeout_s=timeout_s
+            )
         else:
             await self._engine.load_folder(str(folders.policy), name=named, timeout_s=timeout_s)
         if folders.head is not None:
@@ -376,4 +380,5 @@ def _held_otherwise(parameters: Sequence[str]) -> str:
 
 
 def _name(published: PublishedWeights) -> str:
+    """For people."""
     return Weights(published.lineage, published.version).name

@@ -210,7 +210,7 @@ def spans_of(meta: EngineMeta, *, tokens_count: int) -> tuple[WeightSpan, ...]:
     """Weight versions over the output, without gaps, neighbours of one version joined.
 
     Raises:
-        InvalidAnswerError: the spans have gaps, or a name is not `<lineage>.<version>`.
+        InvalidAnswerError: the spans have gaps, or a name has no lineage and version.
     """
     if tokens_count == 0:
         return ()

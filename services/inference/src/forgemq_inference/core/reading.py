@@ -15,7 +15,7 @@ from forgemq_inference.core.engine_answer import EngineAnswer, InvalidAnswerErro
 from forgemq_inference.core.engine_limits import EngineLimits, overflow, unreadable
 from forgemq_inference.core.generation import Timing, completion_record, refused_completion
 from forgemq_inference.core.lane import Refused
-from forgemq_inference.core.weights import Weights
+from forgemq_inference.core.weights import Weights, weights_of_name
 
 
 class WeightsChangedError(Exception):
@@ -92,7 +92,7 @@ def read_completion(
         return refused_completion(
             request, Refused("abort", "engine", f"engine: {reason}"), timing=timing
         )
-    if meta.weight_version != weights.name:
+    if weights_of_name(meta.weight_version) != weights:
         raise WeightsChangedError(
             f"weights {meta.weight_version!r} ended what {weights.name!r} began to read"
         )

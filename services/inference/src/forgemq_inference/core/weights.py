@@ -12,7 +12,9 @@ from forgemq_contracts.weights import (
     Rendezvous,
 )
 
-_NAME = re.compile(r"(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
+_NAME = re.compile(r"(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)(-[0-9a-f]{12})?")
+_SHA256_DIGITS = 12
+"""In a name: two versions that differ have the same ones in one case of 3e14."""
 
 
 class Weights(NamedTuple):
@@ -23,7 +25,7 @@ class Weights(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The engine's name for it."""
+        """For people, and the beginning of the engine's name for it."""
         return f"{self.lineage}.{self.version}"
 
 
@@ -34,8 +36,19 @@ BASE = Weights(0, 0)
 """The model the engine started with, before any trainer."""
 
 
+def engine_name(published: PublishedWeights) -> str:
+    """The engine's name for these weights: `<lineage>.<version>-<the beginning of their sha256>`.
+
+    Another run has versions of equal numbers. If one of them is in an engine, its name differs.
+    """
+    return f"{_key(published).name}-{published.sha256[:_SHA256_DIGITS]}"
+
+
 def weights_of_name(name: str) -> Weights | None:
-    """The weights that an engine's name stands for; None if it is not `<lineage>.<version>`."""
+    """The weights that an engine's name stands for; None if it does not begin with their numbers.
+
+    The base model has a name of two numbers alone.
+    """
     matched = _NAME.fullmatch(name)
     return Weights(int(matched[1]), int(matched[2])) if matched else None
 
@@ -44,12 +57,14 @@ class Served(Struct, frozen=True, kw_only=True):
     """What the engine holds.
 
     Attributes:
-        weights: The name it samples under.
+        weights: The version that it samples with.
+        name: The engine's own name for them.
         sha256: Checksum of the bytes, if it is known.
         is_dirty: An update broke off, so the bytes are not those of the name.
     """
 
     weights: Weights
+    name: str
     sha256: str | None = None
     is_dirty: bool = False
 
@@ -62,9 +77,11 @@ def served_by(name: str, *, base_sha256: str | None) -> Served:
         base_sha256: Of the model the engine was started with; None if unknown.
     """
     if name == BROKEN_NAME:
-        return Served(weights=BASE, is_dirty=True)
+        return Served(weights=BASE, name=name, is_dirty=True)
     weights = weights_of_name(name) or BASE
-    return Served(weights=weights, sha256=base_sha256 if weights == BASE else None)
+    if weights == BASE:
+        return Served(weights=BASE, name=BASE.name, sha256=base_sha256)
+    return Served(weights=weights, name=name)
 
 
 class Rename(NamedTuple):
@@ -188,9 +205,18 @@ class WeightsState:
         known = max(self._highest, self.served.weights)
         return known if self._newest is None else max(known, _key(self._newest))
 
-    def is_foreign(self, weights: Weights) -> bool:
-        """Whether nobody has published these weights yet: an engine has them from another run."""
-        return weights > (BASE if self._newest is None else _key(self._newest))
+    def is_foreign(self, served: Served) -> bool:
+        """Whether an engine has these weights from another run: nobody has published them here.
+
+        Older ones than are published are not compared, since newer ones are loaded in any case.
+        """
+        if served.weights > (BASE if self._newest is None else _key(self._newest)):
+            return True
+        return any(
+            served.weights == _key(known) and served.name != engine_name(known)
+            for known in (self._newest, self._durable)
+            if known is not None
+        )
 
     def is_replaced(self, published: PublishedWeights) -> bool:
         """Whether newer weights than these are published."""
@@ -260,7 +286,9 @@ class WeightsState:
 
     def note_loaded(self, published: PublishedWeights) -> None:
         """Note that the engine holds these weights completely."""
-        self.served = Served(weights=_key(published), sha256=published.sha256)
+        self.served = Served(
+            weights=_key(published), name=engine_name(published), sha256=published.sha256
+        )
         self._highest = max(self._highest, self.served.weights)
 
     def note_failed(self, published: PublishedWeights) -> None:
