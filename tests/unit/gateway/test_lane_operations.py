@@ -128,7 +128,10 @@ async def test_a_drained_lane_answers_what_it_has(model: Path):
         ("/v1/lanes", {"lane": 1}, 409, "the run has a lane 1"),
         ("/v1/lanes", {"lane": 3}, 409, "room for lanes 0 to 2 (log.lanes_max=3), got 3"),
         ("/v1/lanes", {"engine_url": "http://engine:0/"}, 409, "lane 0 has the engine at"),
+        ("/v1/lanes", {"engine_url": "http://ENGINE:0"}, 409, "lane 0 has the engine at"),
         ("/v1/lanes", {"engine_url": "engine:1"}, 400, "engine_url"),
+        ("/v1/lanes", {"engine_url": "http://[::1"}, 400, "engine_url must be an address"),
+        ("/v1/lanes", {"engine_url": "http://e:99999"}, 400, "engine_url must be an address"),
         ("/v1/lanes", {"lane": -1}, 400, "lane"),
     ],
 )

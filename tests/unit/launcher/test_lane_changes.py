@@ -129,7 +129,11 @@ def test_a_change_that_the_gateway_refuses_is_status_2_with_its_reason(
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(("--engine", "engine:1"), "engine_url"), (("--lane", "-1"), "lane")],
+    [
+        (("--engine", "engine:1"), "--engine must be an address"),
+        (("--engine", "http://[::1"), "--engine must be an address"),
+        (("--lane", "-1"), "lane"),
+    ],
 )
 def test_a_lane_that_cannot_be_is_refused_before_the_gateway_is_asked(
     gateway: str, tmp_path: Path, arguments: tuple[str, ...], words: str

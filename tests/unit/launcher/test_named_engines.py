@@ -14,9 +14,14 @@ def test_an_address_for_each_lane_is_taken() -> None:
 @pytest.mark.parametrize(
     ("value", "error"),
     [
-        ("a:1", "an address begins with http://, got 'a:1'"),
+        ("a:1", "an address looks like http://10.0.0.7:30000, got 'a:1'"),
+        (
+            "http://[::1,http://b:1",
+            "an address looks like http://10.0.0.7:30000, got 'http://[::1'",
+        ),
         ("http://a:1", "names 1 engines, the run has log.lanes=2"),
         ("http://a:1,http://a:1/", "names http://a:1 twice: one engine is one lane"),
+        ("http://127.0.0.1:1,http://localhost:1", "names http://127.0.0.1:1 twice"),
     ],
 )
 def test_what_cannot_be_the_engines_of_the_lanes_is_refused(value: str, error: str) -> None:

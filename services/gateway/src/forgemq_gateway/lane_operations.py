@@ -3,10 +3,11 @@
 import asyncio
 import secrets
 
+from forgemq_contracts.engine_address import engine_address
 from forgemq_contracts.lane_plan import LaneChange, RequestedLane
 from forgemq_contracts.lane_routes import LaneAddition, LaneList, LaneStatus
 from forgemq_gateway.context import GatewayContext
-from forgemq_gateway.core.errors import RefusedError, busy, conflict, unknown
+from forgemq_gateway.core.errors import RefusedError, busy, conflict, invalid, unknown
 from forgemq_gateway.core.lane_status import lane_statuses
 from forgemq_gateway.core.lanes import Lanes
 
@@ -35,10 +36,11 @@ class LaneOperations:
         """Plan another lane; returns its status.
 
         Raises:
-            RefusedError: 409, the lane exists, there is no room, or its engine serves another lane;
-                503, the log is away.
+            RefusedError: 400, the address names no server; 409, the lane exists, there is no room,
+                or its engine serves another lane; 503, the log is away.
         """
-        self._check_engine(asked.engine_url)
+        if asked.engine_url:
+            self._check_engine(asked.engine_url)
         lane = self._changes.plan.free_lane() if asked.lane is None else asked.lane
         if lane is None:
             raise conflict(
@@ -97,15 +99,19 @@ class LaneOperations:
 
     def _check_engine(self, engine_url: str) -> None:
         """Refuse a second lane for an engine: each would end the other's requests and weights."""
-        asked = engine_url.rstrip("/")
+        asked = engine_address(engine_url)
+        if asked is None:
+            raise invalid(
+                f"engine_url must be an address such as http://10.0.0.7:30000, got {engine_url!r}",
+                param="engine_url",
+            )
         for each in self.all_lanes().lanes:
-            if asked and each.engine_url.rstrip("/") == asked:
-                error = conflict(
-                    f"lane {each.lane} has the engine at {asked}, and an engine serves one lane: "
-                    "name another one, or remove that lane first"
+            if engine_address(each.engine_url) == asked:
+                raise conflict(
+                    f"lane {each.lane} has the engine at {each.engine_url}, and an engine serves "
+                    "one lane: name another one, or remove that lane first",
+                    param="engine_url",
                 )
-                error.param = "engine_url"
-                raise error
 
     def _check_others(self, lane: int) -> None:
         """Refuse to take away the only lane that takes requests now, whatever the plan says."""

@@ -13,6 +13,7 @@ from rich.table import Column, Table
 
 from forgemq_contracts.admin import Refusal
 from forgemq_contracts.admin_routes import Route
+from forgemq_contracts.engine_address import engine_address
 from forgemq_contracts.lane_plan import LaneChange
 from forgemq_contracts.lane_routes import (
     ADD_LANE,
@@ -94,6 +95,10 @@ def change_lane(gateway: RunGateway, console: Console, change: LaneChange, *, la
 def _addition(lane: int | None, engine_url: str) -> LaneAddition:
     """The body of the request, checked before anything is asked."""
     given = {"engine_url": engine_url, "lane": lane}
+    if engine_url and engine_address(engine_url) is None:
+        raise LaneRefusedError(
+            f"--engine must be an address such as http://10.0.0.7:30000, got {engine_url!r}"
+        )
     try:
         return msgspec.convert(given, LaneAddition)
     except msgspec.ValidationError as error:

@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 
+from forgemq_contracts.engine_address import engine_address
 from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.upkeep.machine import MachineError
 from forgemq_launcher.upkeep.supervisor import Note
@@ -22,14 +23,17 @@ def named_urls(value: str, *, lanes: int) -> tuple[str, ...]:
     """The addresses in FORGEMQ_ENGINE_URL; () if it is empty.
 
     Raises:
-        MachineError: an address is not http or comes twice, or there is not one for each lane.
+        MachineError: an address names no server or comes twice, or there is not one for each lane.
     """
     urls = tuple(url.strip().rstrip("/") for url in value.split(",") if url.strip())
-    for url in urls:
-        if not url.startswith(("http://", "https://")):
-            raise MachineError(f"{VARIABLE}: an address begins with http://, got {url!r}")
-    if twice := next((url for url in urls if urls.count(url) > 1), ""):
-        raise MachineError(f"{VARIABLE} names {twice} twice: one engine is one lane")
+    addresses = [engine_address(url) for url in urls]
+    for url, address in zip(urls, addresses, strict=True):
+        if address is None:
+            raise MachineError(
+                f"{VARIABLE}: an address looks like http://10.0.0.7:30000, got {url!r}"
+            )
+        if addresses.count(address) > 1:
+            raise MachineError(f"{VARIABLE} names {url} twice: one engine is one lane")
     if urls and len(urls) != lanes:
         raise MachineError(
             f"{VARIABLE} names {len(urls)} engines, the run has log.lanes={lanes}: "
