@@ -204,6 +204,19 @@ def test_every_variable_that_is_named_is_a_setting(path: Path):
     assert short - {name for name in endings if not name.startswith("FORGEMQ_")} == set()
 
 
+def test_every_setting_is_on_a_page():
+    """By its whole name, or by its end (`_PORT`) in a line that has its beginning."""
+    lines = [line for path in DOCUMENTS for line in path.read_text().splitlines()]
+    named = {name for line in lines for name in re.findall(r"FORGEMQ_[A-Z0-9_]+", line)}
+    for line in lines:
+        ends = re.findall(r"`(_[A-Z0-9_]+)`", line)
+        begins = [
+            prefix.removesuffix("_") for prefix in SETTINGS if prefix.removesuffix("_") in line
+        ]
+        named |= {begin + end for begin in begins for end in ends}
+    assert sorted(DEFAULTS.keys() - named) == []
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=identity)
 def test_a_default_in_a_table_is_that_of_the_setting(path: Path):
     rows = re.findall(r"^\| `(FORGEMQ_[A-Z0-9_]+)` \| ([^|]+) \|", path.read_text(), re.MULTILINE)
@@ -214,6 +227,8 @@ def test_a_default_in_a_table_is_that_of_the_setting(path: Path):
         said = said.strip().strip("`")
         if default is msgspec.NODEFAULT:
             assert re.search("required|must be set", said), f"{name} has no default, said: {said}"
+        elif isinstance(default, bool):
+            assert said == str(default).lower(), name
         elif isinstance(default, int | float):
             assert number(said) == default, name
         elif isinstance(default, tuple):
