@@ -33,7 +33,7 @@ class LaneStatus(Struct, frozen=True, kw_only=True):
         Meta(description="Since its newest heartbeat; null: none was heard."),
     ]
     engine_url: Annotated[
-        str, Meta(description="From its newest heartbeat; if there is none, as it was added.")
+        str, Meta(description="As it was added; if it was not, from its newest heartbeat.")
     ]
     epoch: Epoch
     lineage: Lineage

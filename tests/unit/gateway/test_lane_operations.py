@@ -95,6 +95,21 @@ async def test_a_lane_gets_requests_only_while_the_plan_has_it(model: Path):
         ]
 
 
+async def test_a_lane_that_is_added_again_has_its_new_engine_before_that_one_is_heard(model: Path):
+    """The newest heartbeat of its number is that of the lane which was removed."""
+    async with lanes_of(model, lanes=2) as (world, _):
+        await until_taking(world, {0, 1})
+        old = (await listed(world))[1]["engine_url"]
+        assert (await world.admin("POST", "/v1/lanes/1/remove")).status_code == 200
+        again = {"engine_url": "http://new:1", "lane": 1}
+        answer = await world.admin("POST", "/v1/lanes", again)
+        assert (answer.status_code, answer.json()["engine_url"]) == (200, "http://new:1")
+        twice = await world.admin("POST", "/v1/lanes", {"engine_url": "http://new:1", "lane": 2})
+        assert (twice.status_code, "lane 1 has the engine" in twice.text) == (409, True)
+        free = await world.admin("POST", "/v1/lanes", {"engine_url": old, "lane": 2})
+        assert (free.status_code, free.json()["engine_url"]) == (200, old)
+
+
 async def test_a_drained_lane_answers_what_it_has(model: Path):
     is_drained = asyncio.Event()
 

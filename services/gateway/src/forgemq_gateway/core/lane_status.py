@@ -49,7 +49,8 @@ def _heard(
         state=planned.state,
         takes_requests=takes_requests,
         silent_s=round(max(0.0, now_s - heard.heard_s), 3),
-        engine_url=report.url,
+        # The newest heartbeat may be that of a lane of this number that was removed.
+        engine_url=planned.engine_url or report.url,
         epoch=report.epoch,
         lineage=report.lineage,
         version=report.version,
