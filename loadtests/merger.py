@@ -1,9 +1,9 @@
 """How fast does the merger turn decoded records into prefix trees on the wire, on one core?
 
 Linear tokens are those of the group with every request as a sample by itself. The clock runs over
-`Merger.handle` of every decoded completion and of the scored group, and over the encoding of what
-comes out: the tree, its checksum and its summary. It is CPU time of this one thread; decoding the
-records and drawing their tokens happen before.
+`MergerCore.handle` of every decoded completion and of the scored group, and over the encoding of
+what comes out: the tree, its checksum and its summary. It is CPU time of this one thread; decoding
+the records and drawing their tokens happen before.
 
 Case `records_to_wire` is 16 rollouts of 40 turns after a prompt of 16k tokens. The others are
 smaller, or share less. The slowest cases begin with `worst_`: turns of a few tokens, and requests
@@ -27,7 +27,7 @@ from forgemq_contracts import topics
 from forgemq_contracts.completions import FinishedCompletion, TurnPart, WeightSpan
 from forgemq_contracts.groups import EpisodeScore, MergedGroup, ScoredCompletion, ScoredGroup
 from forgemq_contracts.messages import Message, Output
-from forgemq_merger.core.merger import Merger
+from forgemq_merger.core.merger import MergerCore
 
 VOCABULARY = 150_000  # about that of Qwen3
 REPEATS = 9  # odd, so that the median is one of them
@@ -167,7 +167,7 @@ def measure(workload: Workload, report: Callable[[str, float, str], None]) -> No
     seconds = []
     outputs, values = list[Output](), list[bytes]()
     for _ in range(REPEATS):
-        core, outputs = Merger(0), []
+        core, outputs = MergerCore(0), []
         started_s = time.thread_time()
         for message in inputs:
             outputs.extend(core.handle(message))

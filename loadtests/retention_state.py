@@ -17,7 +17,7 @@ from forgemq_contracts.messages import Message
 from forgemq_contracts.run import LogLayout
 from forgemq_gateway.composer import Composer
 from forgemq_gateway.core.registry import Registry
-from forgemq_merger.core.merger import Merger
+from forgemq_merger.core.merger import MergerCore
 from forgemq_rendering.rendering import Rendering
 from forgemq_reward.core import RewardCore
 from forgemq_scheduler.core import SchedulerCore
@@ -45,7 +45,7 @@ def measure_state(report: Report) -> None:
 def _measure_open(report: Report) -> None:
     """Groups of 200k tokens an episode, before their first episode is scored."""
     workload = WORKLOADS["context_200k"]
-    outside, merger = Outside(workload), Merger(0)
+    outside, merger = Outside(workload), MergerCore(0)
     reward = RewardCore(partition=0, rewards=workload.configuration.rewards)
     # Offsets are as large as after a million completions.
     offset = 10**6
@@ -61,7 +61,7 @@ def _measure_open(report: Report) -> None:
             assert isinstance(ended, FinishedEpisode), "the first of two records"
             reward.handle(_message(ended, 0, topic=topics.FINISHED_EPISODES.name))
     episodes = OPEN_GROUPS * workload.rollouts
-    empty = len(Merger(0).snapshot())
+    empty = len(MergerCore(0).snapshot())
     merged_bytes = len(merger.snapshot()) - empty
     report("merger_snapshot_per_open_episode", merged_bytes / episodes, "bytes")
     held_bytes = len(reward.snapshot())

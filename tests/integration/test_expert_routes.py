@@ -18,7 +18,7 @@ from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.loss import Loss
 from forgemq_contracts.trees import MergedTree
 from forgemq_inference.engine import Engine
-from forgemq_merger.core.merger import Merger
+from forgemq_merger.core.merger import MergerCore
 from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.core.memory import Microbatch
 from forgemq_trainer.core.step import Objective, forward_backward
@@ -132,7 +132,7 @@ async def group_of_four(scene: LaneScene) -> MergedTree:
                 max_tokens=SAMPLED,
             )
         records = await scene.finished(count=4, timeout_s=60)
-    outputs = feed(Merger(0), *records, scored(0, 1, 2, 3, group_id=GROUP))
+    outputs = feed(MergerCore(0), *records, scored(0, 1, 2, 3, group_id=GROUP))
     tree = outputs[0].record
     assert isinstance(tree, MergedTree), outputs
     return tree

@@ -22,7 +22,7 @@ from forgemq_contracts.messages import Message, Output
 from forgemq_contracts.run import LogLayout, Model, Queue, Rewards, RunConfiguration, Trainer
 from forgemq_contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
-from forgemq_merger.core.merger import Merger
+from forgemq_merger.core.merger import MergerCore
 from forgemq_reward.core import RewardCore
 from forgemq_scheduler.core import SchedulerCore
 from forgemq_shell.records import emit_of
@@ -134,7 +134,7 @@ def merger() -> CoreCase:
     return CoreCase(
         name="merger",
         journal=topics.MERGER_JOURNAL,
-        make_core=lambda: Merger(0),
+        make_core=lambda: MergerCore(0),
         script=shuffled_keeping_order(
             [
                 [

@@ -24,7 +24,7 @@ from forgemq_contracts.episodes import GradedEpisode, ProcessReward
 from forgemq_contracts.messages import Message
 from forgemq_contracts.run import Rewards
 from forgemq_contracts.trees import MergedTree
-from forgemq_merger.core.merger import Merger
+from forgemq_merger.core.merger import MergerCore
 from forgemq_reward.core import RewardCore
 from forgemq_run_view.sent_requests import SentRequest
 from tests.unit.gateway.played import PlayedRun, canonical, played_run
@@ -251,7 +251,7 @@ def message(record, offset: int = 0) -> Message:
 
 def merged(completions, scored) -> dict[str, dict]:
     """The samples of the group's tree, by completion."""
-    core = Merger(0)
+    core = MergerCore(0)
     records = [*completions.values(), scored]
     outputs = [
         each

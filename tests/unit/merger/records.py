@@ -13,7 +13,7 @@ from forgemq_contracts.groups import (
 )
 from forgemq_contracts.messages import Message, Output
 from forgemq_contracts.trees import MergedTree
-from forgemq_merger.core.merger import Merger
+from forgemq_merger.core.merger import MergerCore
 
 GROUP = "g-1"
 
@@ -75,7 +75,7 @@ def message(record, offset: int = 0) -> Message:
     return Message(topic="any", partition=4, offset=offset, timestamp_ms=0, record=record)
 
 
-def feed(core: Merger, *records) -> list[Output]:
+def feed(core: MergerCore, *records) -> list[Output]:
     """Messages with completions at offsets 0, 1, 2 and so on; all other records at 0."""
     outputs: list[Output] = []
     for offset, record in enumerate(records):
@@ -83,9 +83,9 @@ def feed(core: Merger, *records) -> list[Output]:
     return outputs
 
 
-def restored(snapshot: bytes, *records) -> Merger:
+def restored(snapshot: bytes, *records) -> MergerCore:
     """A core from this snapshot, with what it names of these records."""
-    core = Merger(4)
+    core = MergerCore(4)
     core.restore(snapshot)
     for named in core.references():
         for offset in named.offsets:

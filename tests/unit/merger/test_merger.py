@@ -16,7 +16,7 @@ from forgemq_contracts.compatibility import keeps
 from forgemq_contracts.completions import WeightSpan
 from forgemq_contracts.groups import MergedGroup, ScoredCompletion
 from forgemq_contracts.messages import Output, Tick
-from forgemq_merger.core.merger import QUIET_MS_MAX, Merger
+from forgemq_merger.core.merger import QUIET_MS_MAX, MergerCore
 from tests.unit.merger.records import (
     GROUP,
     feed,
@@ -34,7 +34,7 @@ from tests.unit.merger.records import (
 
 def test_a_group_becomes_one_tree_and_one_summary_with_its_digest():
     outputs = feed(
-        Merger(4),
+        MergerCore(4),
         finished(0, None, 0, [1, 2], [3, 4], temperature=0.5),
         finished(1, 0, 4, [5], [6]),
         finished(2, None, 0, [1, 2], [3, 9]),
@@ -87,7 +87,7 @@ def test_append_tokens_count_a_continued_completion_once_per_episode():
         )
         for each in in_one.completions
     )
-    summary = feed(Merger(4), *records, scored(0, 1, completions=same_episode))[1].record
+    summary = feed(MergerCore(4), *records, scored(0, 1, completions=same_episode))[1].record
     assert (summary.request_tokens, summary.append_tokens, summary.tree_tokens) == (6, 4, 4)
 
 
@@ -96,7 +96,7 @@ def test_a_response_across_a_weight_update_has_a_version_per_token():
         WeightSpan(start=0, end=2, lineage=1, version=7),
         WeightSpan(start=2, end=3, lineage=2, version=8),
     )
-    outputs = feed(Merger(4), finished(0, None, 0, [1], [2, 3, 4], spans=spans), scored(0))
+    outputs = feed(MergerCore(4), finished(0, None, 0, [1], [2, 3, 4], spans=spans), scored(0))
     assert ints(outputs[0].record.entry_version) == [7, 7, 8]
     assert outputs[0].record.lineage == 2
     assert outputs[1].record.version_min == 7
@@ -104,7 +104,7 @@ def test_a_response_across_a_weight_update_has_a_version_per_token():
 
 def test_truncated_support_is_context_and_not_loss():
     greedy = finished(0, None, 0, [1], [2, 3], support="greedy", temperature=0.0)
-    outputs = feed(Merger(4), greedy, finished(1, 0, 3, [4], [5]), scored(0, 1))
+    outputs = feed(MergerCore(4), greedy, finished(1, 0, 3, [4], [5]), scored(0, 1))
     tree = outputs[0].record
     assert unpack_ids(tree.tokens) == [1, 2, 3, 4, 5]
     assert tree.sample_ids == (name(1),)
@@ -113,7 +113,7 @@ def test_truncated_support_is_context_and_not_loss():
 
 def test_a_group_without_any_full_support_fails():
     summary = only_summary(
-        feed(Merger(4), finished(0, None, 0, [1], [2], support="grammar"), scored(0))
+        feed(MergerCore(4), finished(0, None, 0, [1], [2], support="grammar"), scored(0))
     )
     assert summary.not_trainable == "failed"
     assert summary.detail == "no completion of the group was sampled with full support"
@@ -121,7 +121,7 @@ def test_a_group_without_any_full_support_fails():
 
 def test_the_lowest_offset_that_is_no_error_is_the_completion():
     outputs = feed(
-        Merger(4),
+        MergerCore(4),
         finished(0, None, 0, [1], [], finish_reason="error", error="engine: gone"),
         finished(0, None, 0, [1], [2], attempt=1),
         finished(0, None, 0, [1], [3], attempt=2),
@@ -132,7 +132,7 @@ def test_the_lowest_offset_that_is_no_error_is_the_completion():
 
 def test_a_missing_completion_fails_the_group_and_says_which():
     summary = only_summary(
-        feed(Merger(4), finished(0, None, 0, [1], [2]), scored(0, 5, offsets={0: 0, 5: 0}))
+        feed(MergerCore(4), finished(0, None, 0, [1], [2]), scored(0, 5, offsets={0: 0, 5: 0}))
     )
     assert summary.not_trainable == "failed"
     assert summary.detail == f"completion {name(5)} is not in the log"
@@ -141,9 +141,9 @@ def test_a_missing_completion_fails_the_group_and_says_which():
 def test_a_missing_parent_fails_the_group_only_where_it_is_needed():
     orphan = finished(1, 0, 3, [4], [5])
     whole = finished(2, None, 0, [1], [2])
-    outputs = feed(Merger(4), orphan, whole, scored(2, offsets={2: 1}))
+    outputs = feed(MergerCore(4), orphan, whole, scored(2, offsets={2: 1}))
     assert outputs[1].record.not_trainable == ""
-    summary = only_summary(feed(Merger(4), orphan, whole, scored(1, offsets={1: 0})))
+    summary = only_summary(feed(MergerCore(4), orphan, whole, scored(1, offsets={1: 0})))
     assert summary.detail == f"completion {name(0)}, parent of {name(1)}, is not in the log"
 
 
@@ -159,7 +159,7 @@ def test_a_missing_parent_fails_the_group_only_where_it_is_needed():
 )
 def test_a_record_that_cannot_be_loss_fails_its_group(changes, detail):
     broken = finished(0, None, 0, [1], [2, 3], **changes)
-    summary = only_summary(feed(Merger(4), broken, scored(0)))
+    summary = only_summary(feed(MergerCore(4), broken, scored(0)))
     assert summary.not_trainable == "failed"
     assert summary.detail == f"completion {name(0)}: {detail}"
 
@@ -169,7 +169,7 @@ def test_an_advantage_that_float32_cannot_hold_fails_its_group(advantage):
     group = scored(0)
     score = msgspec.structs.replace(group.completions[0], advantage=advantage)
     group = msgspec.structs.replace(group, completions=(score,))
-    core = Merger(4)
+    core = MergerCore(4)
     summary = only_summary(feed(core, finished(0, None, 0, [1], [2, 3]), group))
     assert summary.not_trainable == "failed"
     assert summary.detail == f"completion {name(0)}: advantage {advantage} is no finite float32"
@@ -177,7 +177,7 @@ def test_an_advantage_that_float32_cannot_hold_fails_its_group(advantage):
 
 def test_more_shared_tokens_than_the_parent_has_fail_the_group():
     summary = only_summary(
-        feed(Merger(4), finished(0, None, 0, [1], [2]), finished(1, 0, 3, [4], [5]), scored(1))
+        feed(MergerCore(4), finished(0, None, 0, [1], [2]), finished(1, 0, 3, [4], [5]), scored(1))
     )
     assert summary.detail == f"completion {name(1)} shares 3 tokens where 2 came before it"
 
@@ -185,12 +185,12 @@ def test_more_shared_tokens_than_the_parent_has_fail_the_group():
 @pytest.mark.parametrize("reason", ["zero_variance", "failed", "evaluated"])
 def test_what_cannot_train_passes_without_a_tree(reason):
     group = scored(not_trainable=reason, detail="why")
-    summary = only_summary(feed(Merger(4), group))
+    summary = only_summary(feed(MergerCore(4), group))
     assert (summary.not_trainable, summary.detail, summary.tree_sha256) == (reason, "why", None)
 
 
 def test_a_scored_group_waits_until_its_completions_are_read():
-    core = Merger(4)
+    core = MergerCore(4)
     assert list(core.handle(message(scored(0, 1)))) == []
     assert list(core.handle(message(finished(0, None, 0, [1], [2]), 0))) == []
     outputs = core.handle(message(finished(1, 0, 2, [3], [4]), 1))
@@ -198,7 +198,7 @@ def test_a_scored_group_waits_until_its_completions_are_read():
 
 
 def test_a_completion_that_never_comes_fails_the_group_once_the_partition_is_quiet():
-    core = Merger(4)
+    core = MergerCore(4)
     core.handle(Tick(run_ms=1_000))
     core.handle(message(finished(0, None, 0, [1], [2]), 0))
     assert list(core.handle(message(scored(0, 1)))) == []
@@ -208,7 +208,7 @@ def test_a_completion_that_never_comes_fails_the_group_once_the_partition_is_qui
 
 
 def test_a_scored_group_read_twice_is_merged_once():
-    core = Merger(4)
+    core = MergerCore(4)
     feed(core, finished(0, None, 0, [1], [2]), scored(0))
     assert feed(core, scored(0)) == []
     core.handle(message(retired()))
@@ -216,14 +216,14 @@ def test_a_scored_group_read_twice_is_merged_once():
 
 
 def test_a_group_retired_before_it_was_scored_still_has_its_summary():
-    core = Merger(4)
+    core = MergerCore(4)
     feed(core, finished(0, None, 0, [1], [2]), retired())
     summary = only_summary(feed(core, scored(0)))
     assert (summary.not_trainable, summary.detail) == ("failed", "retired before it was scored")
 
 
 def test_a_group_retired_while_it_waits_still_has_its_summary():
-    core = Merger(4)
+    core = MergerCore(4)
     feed(core, scored(0))
     summary = only_summary(feed(core, retired()))
     assert summary.not_trainable == "failed"
@@ -231,7 +231,7 @@ def test_a_group_retired_while_it_waits_still_has_its_summary():
 
 
 def test_a_retired_group_leaves_no_state_and_late_completions_bring_none():
-    core, empty = Merger(4), Merger(4)
+    core, empty = MergerCore(4), MergerCore(4)
     feed(core, finished(0, None, 0, [1], [2]), retired())
     feed(core, finished(1, None, 0, [1], [2]))
     feed(empty, finished(0, None, 0, [1], [2], group_id="g-2"), retired(), retired("g-2"))
@@ -244,20 +244,20 @@ def test_a_snapshot_holds_eight_bytes_and_not_the_tokens_of_an_open_completion()
     """A thousand tokens or ten: the snapshot names the record."""
     sizes = []
     for tokens in (10, 1_000):
-        core = Merger(4)
+        core = MergerCore(4)
         for number in range(100):
             record = finished(number, None, 0, range(tokens), [1] * tokens)
             core.handle(message(record, 1_000_000_000 + number))
-        sizes.append(len(core.snapshot()) - len(Merger(4).snapshot()))
+        sizes.append(len(core.snapshot()) - len(MergerCore(4).snapshot()))
     assert sizes[0] == sizes[1]
     assert sizes[1] <= 100 * 8
 
 
 def test_a_completion_that_a_restart_cannot_recall_fails_its_group_alone():
-    core = Merger(4)
+    core = MergerCore(4)
     first = [finished(0, None, 0, [1], [2, 3]), finished(1, None, 0, [1], [2, 4], group_id="g-2")]
     feed(core, *first)
-    other = Merger(4)
+    other = MergerCore(4)
     other.restore(core.snapshot())
     other.recall(message(first[1], 1))
     assert [named.offsets for named in other.references()] == [(0, 1)]
@@ -271,7 +271,7 @@ def test_a_completion_that_a_restart_cannot_recall_fails_its_group_alone():
 def test_groups_of_an_older_snapshot_keep_their_tokens_until_they_are_merged():
     """Their records may be trimmed: an older build did not say that it needs them."""
     old = FROZEN.read_bytes()
-    core, again = Merger(0), Merger(0)
+    core, again = MergerCore(0), MergerCore(0)
     core.restore(old)
     assert core.references()[0].offsets == ()
     again.restore(core.snapshot())
@@ -282,7 +282,7 @@ def test_groups_of_an_older_snapshot_keep_their_tokens_until_they_are_merged():
 
 
 def test_the_memory_of_closed_groups_is_bounded():
-    core = Merger(4)
+    core = MergerCore(4)
     for number in range(RETIRED_IDS_MAX + 50):
         core.handle(message(retired(f"g-{number}")))
     size = len(core.snapshot())
@@ -299,9 +299,9 @@ def test_a_restored_core_continues_byte_for_byte():
         finished(2, None, 0, [1, 2], [3, 9]),
         scored(0, 1, 2),
     ]
-    straight = feed(Merger(4), *records)
+    straight = feed(MergerCore(4), *records)
     for cut in range(len(records)):
-        core = Merger(4)
+        core = MergerCore(4)
         feed(core, *records[:cut])
         other = restored(core.snapshot(), *records)
         assert other.snapshot() == core.snapshot()
@@ -322,7 +322,7 @@ import hashlib, importlib.util
 spec = importlib.util.spec_from_file_location("records", {file!r})
 t = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(t)
-core = t.Merger(4)
+core = t.MergerCore(4)
 others = [t.finished(i, None, 0, [1, 2], [3, i], group_id=f"g-a{{i}}") for i in range(20)]
 ours = [t.finished(20, None, 0, [1], [2, 3]), t.finished(21, None, 0, [1], [2, 4])]
 outputs = t.feed(core, *others, *ours, t.scored(20, 21))
@@ -350,7 +350,7 @@ def test_snapshots_and_outputs_do_not_depend_on_the_hash_seed():
 
 @pytest.mark.parametrize(("limit", "has_tree"), [(None, True), (5, True), (4, False)])
 def test_a_group_whose_tree_is_over_the_limit_fails_by_the_name_of_the_setting(limit, has_tree):
-    core = Merger(4, tree_tokens_max=limit)
+    core = MergerCore(4, tree_tokens_max=limit)
     records = finished(0, None, 0, [1], [2]), finished(1, 0, 2, [4], [5, 6])
     outputs = feed(core, *records, scored(0, 1))
     summary = outputs[-1].record

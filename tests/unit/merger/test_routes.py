@@ -5,7 +5,7 @@ import pytest
 
 from forgemq_contracts.messages import Output
 from forgemq_contracts.trees import MergedTree
-from forgemq_merger.core.merger import Merger
+from forgemq_merger.core.merger import MergerCore
 from tests.unit.merger.records import feed, finished, message, name, only_summary, restored, scored
 
 LAYERS, TOP_K = 3, 2
@@ -34,7 +34,7 @@ def tree_of(outputs: list[Output]) -> MergedTree:
 
 
 def test_the_route_of_every_entry_is_that_of_its_sampled_token() -> None:
-    tree = tree_of(feed(Merger(4), *group(), scored(0, 1, 2, 3)))
+    tree = tree_of(feed(MergerCore(4), *group(), scored(0, 1, 2, 3)))
     assert tree.sample_ids == (name(0), name(1), name(2))
     rows = np.frombuffer(tree.entry_route, "<i2").reshape(6, LAYERS, TOP_K)
     assert rows[:, 0, 0].tolist() == [0, 6, 100, 106, 112, 200]
@@ -42,13 +42,13 @@ def test_the_route_of_every_entry_is_that_of_its_sampled_token() -> None:
 
 
 def test_a_group_with_a_sample_without_routes_has_none() -> None:
-    outputs = feed(Merger(4), *group(second=b""), scored(0, 1, 2, 3))
+    outputs = feed(MergerCore(4), *group(second=b""), scored(0, 1, 2, 3))
     assert tree_of(outputs).entry_route == b""
-    assert tree_of(feed(Merger(4), *group(second=b""), scored(0, 2))).entry_route != b""
+    assert tree_of(feed(MergerCore(4), *group(second=b""), scored(0, 2))).entry_route != b""
 
 
 def test_routes_of_two_models_fail_the_group() -> None:
-    outputs = feed(Merger(4), *group(third=routes(2, 1, layers=4)), scored(0, 1, 2, 3))
+    outputs = feed(MergerCore(4), *group(third=routes(2, 1, layers=4)), scored(0, 1, 2, 3))
     summary = only_summary(outputs)
     assert summary.not_trainable == "failed"
     assert summary.detail == (
@@ -59,9 +59,9 @@ def test_routes_of_two_models_fail_the_group() -> None:
 @pytest.mark.parametrize("restored_after", [0, 2, 4])
 def test_routes_survive_a_snapshot(restored_after: int) -> None:
     records = [*group(), scored(0, 1, 2, 3)]
-    core, outputs = Merger(4), list[Output]()
+    core, outputs = MergerCore(4), list[Output]()
     for offset, record in enumerate(records):
         if offset == restored_after:
             core = restored(core.snapshot(), *records)
         outputs.extend(core.handle(message(record, offset)))
-    assert tree_of(outputs) == tree_of(feed(Merger(4), *records))
+    assert tree_of(outputs) == tree_of(feed(MergerCore(4), *records))

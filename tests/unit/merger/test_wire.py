@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
-from forgemq_merger.core.merger import Merger
+from forgemq_merger.core.merger import MergerCore
 from tests.unit.merger.records import feed, finished, name, only_summary, read_back, scored
 
 
@@ -29,7 +29,7 @@ def histories(draw: st.DrawFn):
 @given(histories())
 def test_the_wire_reconstructs_every_sample_exactly(history):
     records, chosen = history
-    outputs = feed(Merger(4), *records, scored(*chosen))
+    outputs = feed(MergerCore(4), *records, scored(*chosen))
     full: list[list[int]] = []
     for record in records:
         parent = [] if record.parent_id is None else full[int(record.parent_id, 16)]

@@ -11,7 +11,7 @@ from forgemq_contracts.fields import REWARD_SIZE_MAX
 from forgemq_contracts.groups import MergedGroup, ScoredCompletion, ScoredGroup
 from forgemq_contracts.messages import Message
 from forgemq_contracts.run import Rewards
-from forgemq_merger.core.merger import Merger
+from forgemq_merger.core.merger import MergerCore
 from forgemq_reward.core import RewardCore
 from forgemq_reward.core.verdict import Verdict, graded_episode
 from tests.unit.merger.records import finished, message
@@ -56,7 +56,7 @@ def scored_by(core: RewardCore, graded: list[GradedEpisode]) -> ScoredGroup:
 
 
 def merged(scored: ScoredGroup) -> MergedGroup:
-    core = Merger(4)
+    core = MergerCore(4)
     for place, completion in enumerate(scored.completions):
         record = finished(place, None, 0, [1, 2], [3 + place], request_id=completion.completion_id)
         core.handle(message(record, place))

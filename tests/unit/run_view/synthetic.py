@@ -40,7 +40,7 @@ from forgemq_contracts.topics import (
     Topic,
 )
 from forgemq_contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
-from forgemq_merger.core.merger import Merger
+from forgemq_merger.core.merger import MergerCore
 
 DOMAIN = "shop_desk"
 GROUP_SIZE = 2
@@ -109,7 +109,7 @@ class SyntheticRun:
     messages: list[Message] = field(default_factory=list)
     completed_at: dict[str, int] = field(default_factory=dict)  # offset, by completion id
     offsets: dict[tuple[str, int], int] = field(default_factory=dict)
-    merger: Merger = field(default_factory=lambda: Merger(0))
+    merger: MergerCore = field(default_factory=lambda: MergerCore(0))
     lost_before_scoring: frozenset[tuple[str, int, int]] = frozenset()  # group, episode, turn
     constrained_turns: frozenset[int] = frozenset()  # sampled under a grammar, in every episode
     lost_before_merging: frozenset[str] = frozenset()  # completion ids

@@ -12,7 +12,7 @@ from forgemq_auditor.core import trim_positions
 from forgemq_bus.log import Place
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
-from forgemq_merger.core.merger import Merger
+from forgemq_merger.core.merger import MergerCore
 from forgemq_shell.comparison import compare
 from forgemq_shell.journal import SNAPSHOT_HEADER, JournalError
 from forgemq_shell.recorded_log import RecordedLog
@@ -62,7 +62,7 @@ class Bench:
         task = TransformTask(
             PLAN,
             log=self.log.open(),
-            core=Merger(0),
+            core=MergerCore(0),
             telemetry=Telemetry(service="merger"),
             stop=asyncio.Event(),
         )
@@ -241,7 +241,7 @@ async def test_a_replay_begins_with_a_snapshot_whose_records_are_kept(bench: Ben
             await bench.until_read(SCORED)
             await bench.until_snapshot()
     await bench.trim()
-    compared = await compare(bench.log, PLAN, Merger(0), outputs=[TREES, MERGED])
+    compared = await compare(bench.log, PLAN, MergerCore(0), outputs=[TREES, MERGED])
     assert compared.difference is None
     assert compared.batches > 0
 
@@ -264,5 +264,5 @@ async def test_a_recording_has_what_a_snapshot_names_though_no_batch_behind_it_r
     )
     recorded = {part.topic: len(part.records) for part in recording.partitions}
     assert recorded[COMPLETIONS.topic] == PER_GROUP
-    compared = await compare(RecordedLog(recording), PLAN, Merger(0), outputs=[TREES, MERGED])
+    compared = await compare(RecordedLog(recording), PLAN, MergerCore(0), outputs=[TREES, MERGED])
     assert (compared.difference, compared.batches > 0) == (None, True)

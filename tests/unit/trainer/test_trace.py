@@ -17,7 +17,7 @@ from forgemq_contracts.completions import FinishedCompletion, WeightSpan
 from forgemq_contracts.groups import EpisodeScore, ScoredCompletion, ScoredGroup
 from forgemq_contracts.messages import Message
 from forgemq_contracts.trees import MergedTree
-from forgemq_merger.core.merger import Merger
+from forgemq_merger.core.merger import MergerCore
 from forgemq_telemetry import Telemetry
 from forgemq_telemetry.exporters import OpenTelemetryExporter
 from forgemq_telemetry.settings import TelemetrySettings
@@ -73,7 +73,7 @@ async def _asked(
 def _merged(finished: list[FinishedCompletion]) -> MergedTree:
     """The group's tree, merged from the lane's completions."""
     group = finished[0].group_id
-    merger = Merger(0)
+    merger = MergerCore(0)
     scores = []
     outputs = []
     for offset, completion in enumerate(finished):

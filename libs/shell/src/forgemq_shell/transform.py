@@ -8,7 +8,7 @@ active and the others stand by.
         service="merger",
         inputs=(topics.SCORED_GROUPS, topics.FINISHED_COMPLETIONS, topics.RETIRED_GROUPS),
         journal=topics.MERGER_JOURNAL,
-        make_core=lambda partition: MergerCore(partition=partition),
+        make_core=lambda partition: MergerCore(partition),
         logic_version=LOGIC_VERSION,
     )
     await transform.run(context)

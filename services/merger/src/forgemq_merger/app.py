@@ -13,7 +13,7 @@ from forgemq_contracts.topics import (
     Topic,
 )
 from forgemq_merger.core.logic_version import LOGIC_VERSION, SNAPSHOTS_SINCE
-from forgemq_merger.core.merger import Merger
+from forgemq_merger.core.merger import MergerCore
 from forgemq_merger.settings import MergerSettings
 from forgemq_settings.environment import parse
 from forgemq_shell.service import Context
@@ -30,7 +30,7 @@ def transform_of(configuration: RunConfiguration, environ: Mapping[str, str]) ->
         service="merger",
         inputs=CONSUMES,
         journal=MERGER_JOURNAL,
-        make_core=lambda partition: Merger(
+        make_core=lambda partition: MergerCore(
             partition,
             tree_tokens_max=configuration.trainer.tree_tokens_max,
             has_teacher=configuration.distillation is not None,

@@ -44,7 +44,7 @@ class MergerState(Struct, frozen=True, kw_only=True):
     """Of each group the records that hold its completions."""
 
 
-class Merger:
+class MergerCore:
     """The `Core` of one group partition."""
 
     def __init__(
