@@ -3,13 +3,12 @@
 import hashlib
 import math
 import struct
-import sys
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
+from forgemq_contracts.arrays import pack_floats
 from forgemq_contracts.draft_head import (
     HEAD_FILE,
     bound_of_new,
@@ -65,17 +64,11 @@ def _header(tensors: dict[str, tuple[int, ...]]) -> bytes:
 def _values(name: str, sizes: tuple[int, ...], *, seed: int) -> Iterator[bytes]:
     """The little-endian values of one tensor, in parts."""
     if len(sizes) == 1:
-        yield _little(array("f", [0.0 if name.endswith("bias") else 1.0]) * sizes[0])
+        yield pack_floats([0.0 if name.endswith("bias") else 1.0]) * sizes[0]
         return
     bound, count = bound_of_new(sizes), math.prod(sizes)
     for first in range(0, count, _DRAWS_AT_ONCE):
         length = min(_DRAWS_AT_ONCE, count - first)
         digest = hashlib.shake_256(f"{seed}/{name}/{first}".encode()).digest(4 * length)
         drawn = struct.unpack(f"<{length}I", digest)
-        yield _little(array("f", (bound * (2 * (each / _DRAW_MAX) - 1) for each in drawn)))
-
-
-def _little(values: "array[float]") -> bytes:
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
+        yield pack_floats(bound * (2 * (each / _DRAW_MAX) - 1) for each in drawn)

@@ -1,9 +1,6 @@
 """Prefix trees of planned groups in their wire form; token ids are numbers without a meaning."""
 
-import sys
-from array import array
-from collections.abc import Iterable
-
+from forgemq_contracts.arrays import pack_floats, pack_ids
 from forgemq_contracts.trees import MergedTree
 from forgemq_launcher.plan.episodes import EpisodeShape, GroupTokens
 
@@ -50,34 +47,20 @@ def _tree(group: GroupTokens, turns: list[tuple[int, int]], *, routes: int = 0) 
     return MergedTree(
         group_id=f"{0:032x}",
         domain="planned",
-        tokens=_integers(index % VOCABULARY for index in range(group.tokens)),
-        segment_start=_integers(start for start, _, _ in segments),
-        segment_length=_integers(length for _, length, _ in segments),
-        segment_parent=_integers(parent for _, _, parent in segments),
-        entry_token=_integers(entries),
-        entry_logprob=_floats([-1.0] * len(entries)),
-        entry_version=_integers([1] * len(entries)),
-        sample_first_entry=_integers(firsts),
-        sample_advantage=_floats([0.5] * count),
-        sample_temperature=_floats([1.0] * count),
-        sample_leaf=_integers(ends),
-        sample_episode=_integers(episode for _, episode, _ in samples),
-        sample_turn=_integers(turns.index(turn) for _, _, turn in samples),
+        tokens=pack_ids(index % VOCABULARY for index in range(group.tokens)),
+        segment_start=pack_ids(start for start, _, _ in segments),
+        segment_length=pack_ids(length for _, length, _ in segments),
+        segment_parent=pack_ids(parent for _, _, parent in segments),
+        entry_token=pack_ids(entries),
+        entry_logprob=pack_floats([-1.0] * len(entries)),
+        entry_version=pack_ids([1] * len(entries)),
+        sample_first_entry=pack_ids(firsts),
+        sample_advantage=pack_floats([0.5] * count),
+        sample_temperature=pack_floats([1.0] * count),
+        sample_leaf=pack_ids(ends),
+        sample_episode=pack_ids(episode for _, episode, _ in samples),
+        sample_turn=pack_ids(turns.index(turn) for _, _, turn in samples),
         sample_ids=tuple(f"{index:032x}" for index in range(count)),
         lineage=1,
         entry_route=bytes(2 * routes * len(entries)),
     )
-
-
-def _integers(values: Iterable[int]) -> bytes:
-    return _little(array("i", values))
-
-
-def _floats(values: Iterable[float]) -> bytes:
-    return _little(array("f", values))
-
-
-def _little(values: "array[int] | array[float]") -> bytes:
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
