@@ -246,8 +246,9 @@ async def test_an_instance_gets_its_partitions_back_and_no_other_member_notices(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("log")
 async def test_the_partitions_of_an_instance_that_stays_away_go_to_the_others(
-    log: Log, cluster: Cluster
+    cluster: Cluster,
 ) -> None:
     first, second = Watched(), Watched()
     await first.join(cluster.process(instance="one"), topics=("a",))
@@ -256,4 +257,3 @@ async def test_the_partitions_of_an_instance_that_stays_away_go_to_the_others(
         await until(lambda: first.member is not None and len(first.member.assigned()) == 1)
         await leaving.close()
         await until(lambda: first.member is not None and len(first.member.assigned()) == 2)
-    assert log is not None

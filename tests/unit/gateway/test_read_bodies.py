@@ -167,7 +167,7 @@ def test_a_second_array_of_messages_behind_the_known_one_is_refused_in_a_shorten
     twice = b'{"messages":[{"role":"user","content":"a"}],"messages":[{"role":"user"}]}'
     begin = episode.history.bodies.begin_of(twice, protocol="chat_completions")
     assert begin is not None
-    with pytest.raises(RefusedError):
+    with pytest.raises(RefusedError, match="messages must be there once"):
         CHAT.read(begin.without_known(twice), episode.history, begin.items)
 
 
@@ -178,7 +178,9 @@ def test_an_array_that_stands_elsewhere_first_is_not_taken_for_the_messages() ->
 
 
 def test_the_placeholder_is_no_message_of_a_client() -> None:
-    with pytest.raises(RefusedError):
+    with pytest.raises(
+        RefusedError, match=r"Expected `object`, got `str` - at `\$\.messages\[0\]`"
+    ):
         CHAT.read(b'{"messages":[%b]}' % KNOWN_ITEM, History())
 
 
@@ -189,7 +191,7 @@ def test_known_items_count_in_the_limit() -> None:
     longer = json.dumps({"messages": [*full, USER]}).encode()
     begin = episode.history.bodies.begin_of(longer, protocol="chat_completions")
     assert begin is not None
-    with pytest.raises(RefusedError):
+    with pytest.raises(RefusedError, match=f"over {MESSAGES_MAX} items"):
         CHAT.read(begin.without_known(longer), episode.history, begin.items)
 
 
