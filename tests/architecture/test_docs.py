@@ -258,6 +258,12 @@ def test_every_command_that_is_shown_exists(path: Path):
     assert lost == []
 
 
+def test_a_shown_tail_takes_the_logs_of_several_lanes():
+    """`tail -30 FILE FILE` is refused: that form takes one file."""
+    shown = [span for path in DOCUMENTS for span in spans(path.read_text())]
+    assert [span for span in shown if re.search(r"\b(head|tail) -[0-9]", span)] == []
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=identity)
 def test_every_key_of_a_run_that_is_named_is_a_field(path: Path):
     lost = []
