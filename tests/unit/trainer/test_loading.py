@@ -187,6 +187,21 @@ def test_a_tensor_that_is_not_as_the_model_needs_it_is_refused_by_name(
         load_model(tmp_path, dtype="float32")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3.4e38])
+def test_a_value_that_is_not_finite_is_refused_by_its_tensor(tmp_path: Path, value: float) -> None:
+    """The last is finite in the file, and infinite in bfloat16."""
+    make_model("qwen3", torch.float32).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors[NORM][3] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    reason = f"tensor {NORM} has values that are infinite or no numbers in bfloat16"
+    with pytest.raises(StoredTensorsError, match=reason):
+        load_model(tmp_path, dtype="bfloat16")
+    if value == 3.4e38:
+        load_model(tmp_path, dtype="float32")
+
+
 def test_an_index_and_its_files_must_agree(tmp_path: Path) -> None:
     make_model("qwen3", torch.float32).save_pretrained(tmp_path, max_shard_size="20KB")
     index = tmp_path / "model.safetensors.index.json"

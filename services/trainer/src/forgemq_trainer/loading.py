@@ -75,7 +75,8 @@ def fill(model: nn.Module, folder: Path) -> None:
         folder: Holds its weights.
 
     Raises:
-        StoredTensorsError: a tensor is missing, there twice, unknown or of another shape.
+        StoredTensorsError: a tensor is missing, there twice, unknown, of another shape, or has a
+            value that is not finite.
         OSError: a file cannot be read.
     """
     layout = model_layout(model, tensors_of_folder(folder))
@@ -88,6 +89,7 @@ def fill(model: nn.Module, folder: Path) -> None:
             raise StoredTensorsError(f"{folder} has no tensor for {names[0]}")
         own, start = own_part(tensor)
         read_part(own, layout[stored[0]], start=start)
+        _check_finite(own, name=stored[0], folder=folder)
         for other in stored[1:]:
             _check_tied(own, layout[other], start=start, names=(stored[0], other), folder=folder)
 
@@ -152,6 +154,23 @@ def own_part(tensor: Tensor) -> tuple[Tensor, Place]:
     )
     with torch.no_grad():
         return tensor.to_local().detach(), start
+
+
+def _check_finite(own: Tensor, *, name: str, folder: Path) -> None:
+    """Refuse weights with which no step could train.
+
+    Raises:
+        StoredTensorsError: names the tensor.
+    """
+    # What is not finite makes the sum so too, and a sum needs no memory as a comparison of each
+    # value does. But one of large finite values may overflow.
+    if own.sum().isfinite() or own.isfinite().all():
+        return
+    dtype = str(own.dtype).removeprefix("torch.")
+    raise StoredTensorsError(
+        f"{folder}: tensor {name} has values that are infinite or no numbers in {dtype}; no step "
+        "could train them"
+    )
 
 
 def _check_tied(
