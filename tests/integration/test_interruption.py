@@ -37,7 +37,8 @@ def test_ctrl_c_during_set_up_rollouts_and_training_loses_nothing(tmp_path):
     with stand_in_engine(latency_s=0.2, tokens=16) as engine_url:
         stands_in = {"FORGEMQ_ENGINE_URL": engine_url}
         try:
-            run.start(DIALOGUE, f"run={RUN}", f"trainer.steps={STEPS}")
+            every_step = "trainer.checkpoint_share_max=1.0"
+            run.start(DIALOGUE, f"run={RUN}", f"trainer.steps={STEPS}", every_step)
             interrupt_at_line(run, at="SGLang starts", within_s=60)
 
             run.start(DIALOGUE, "--resume", RUN)
@@ -56,6 +57,13 @@ def test_ctrl_c_during_set_up_rollouts_and_training_loses_nothing(tmp_path):
             run.start(DIALOGUE, "--resume", RUN, environ=stands_in)
             run.wait_for_end(within_s=240)
             assert run.left_behind() == []
+            report = run.report(RUN)
+
+            run.start(DIALOGUE, "--resume", RUN, environ=stands_in)
+            assert run.wait_for_end(within_s=60) == 2
+            assert f"forgemq: run {RUN} is completed, and nothing is left to play" in run.output()
+            assert "using the engine" not in run.output()
+            assert run.left_behind() == []
         finally:
             run.close()
 
@@ -70,7 +78,6 @@ def test_ctrl_c_during_set_up_rollouts_and_training_loses_nothing(tmp_path):
     ended = {group.group_id: group.reason for group in after.retired}
     for group_id in itertools.chain(open_groups, before.open_group_ids()):
         assert ended[group_id] in ("trained", "zero_variance", "stale", "cancelled", "evaluated")
-    report = run.report(RUN)
     held = {guarantee for guarantee, holds in report["guarantees"].items() if holds}
     # The stand-in's log-probabilities are noise, so G5 cannot hold.
     assert held == {"G1", "G2", "G3", "G4"}, report["guarantees_checked"]

@@ -1,17 +1,19 @@
 """What a start announces: where it continues, and what differs from the start before."""
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
 
 from forgemq_bus.errors import BlobError
 from forgemq_bus.memory import MemoryLog
+from forgemq_contracts.lora import Lora
 from forgemq_contracts.messages import Output
-from forgemq_contracts.run import RunConfiguration, StartedRun
-from forgemq_contracts.topics import SCHEDULED_STEPS, STARTED_RUNS
+from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun
+from forgemq_contracts.topics import ENDED_RUNS, SCHEDULED_STEPS, STARTED_RUNS
 from forgemq_launcher.core.configuration import ConfigurationError
-from forgemq_launcher.records.announcement import next_start, start_before
+from forgemq_launcher.records.announcement import check_unfinished, next_start, start_before
 from forgemq_launcher.records.run_topics import create_topics
 from forgemq_shell.records import emit_of
 from tests.unit.run_view.synthetic import SyntheticRun, configuration
@@ -39,6 +41,14 @@ async def log_of(*, steps_played: int, last: bool = False) -> MemoryLog:
     outputs.append(Output(topic=STARTED_RUNS.name, partition=0, record=first))
     await (await log.writer()).write_all([emit_of(output) for output in outputs])
     return log
+
+
+async def end(log: MemoryLog, reason: Literal["completed", "interrupted", "failed"]) -> None:
+    """Write the end of the newest start."""
+    await log.create_topics({ENDED_RUNS.name: 1})
+    ended = EndedRun(run="r", reason=reason, ended_ms=2)
+    output = Output(topic=ENDED_RUNS.name, partition=0, record=ended)
+    await (await log.writer()).write_all([emit_of(output)])
 
 
 def _ended_by(output: Output, *, is_last: bool) -> Output:
@@ -76,6 +86,26 @@ async def test_a_run_whose_last_step_is_scheduled_cannot_go_on():
     log = await log_of(steps_played=5, last=True)
     with pytest.raises(ConfigurationError, match=r"trainer\.steps: step 4 is .* the last one"):
         await next_start(log, with_steps(9), blobs="/b", now_ms=2)
+
+
+@pytest.mark.parametrize("reason", ["interrupted", "failed", None])
+async def test_a_run_that_did_not_complete_goes_on(reason):
+    log = await log_of(steps_played=5, last=True)
+    if reason is not None:
+        await end(log, reason)
+    await check_unfinished(log, WAS)
+    await check_unfinished(MemoryLog(run="new"), WAS)
+
+
+@pytest.mark.parametrize(
+    ("lora", "how"),
+    [(None, "with model.path=<runs>/r/checkpoints"), (Lora(rank=4), "forgemq merge <runs>/r/")],
+)
+async def test_a_run_that_is_completed_is_refused_with_how_to_train_on(lora, how):
+    log = await log_of(steps_played=5, last=True)
+    await end(log, "completed")
+    with pytest.raises(ConfigurationError, match=f"^run r is completed, .*{how}"):
+        await check_unfinished(log, msgspec.structs.replace(WAS, lora=lora))
 
 
 async def test_a_field_that_must_stay_is_refused_by_what_the_log_says():

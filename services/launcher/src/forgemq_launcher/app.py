@@ -24,7 +24,7 @@ from forgemq_launcher.display.report_files import closing, write_report
 from forgemq_launcher.display.run_display import RunDisplay
 from forgemq_launcher.display.screen import Screen
 from forgemq_launcher.outcome import FAILURES, Outcome, watch_run
-from forgemq_launcher.records.announcement import next_start
+from forgemq_launcher.records.announcement import check_unfinished, next_start
 from forgemq_launcher.records.evaluation import evaluation_of, evaluation_values
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.records.run_log import open_run_log
@@ -71,7 +71,9 @@ class RunningRun:
         configuration = self._setup.configuration
         self._stop.listen()
         try:
-            self._processes.start_engines()
+            # They take longest. A resume may be refused by what the log says, so there they wait.
+            if not self._setup.is_resumed:
+                self._processes.start_engines()
             if not await self._processes.start_broker(stop=self._stop.event):
                 return exit_status.INTERRUPTED
             connection = self._processes.connection
@@ -95,9 +97,13 @@ class RunningRun:
         """Create what is missing of the topics; write the record that every service waits for.
 
         Raises:
-            ConfigurationError: a resume changes what must stay.
+            ConfigurationError: a resume changes what must stay, or the run is completed.
+            MachineError: the engines of a resumed run cannot be started.
+            EngineServerError: the same.
         """
-        configuration = self._setup.configuration
+        configuration, is_resumed = self._setup.configuration, self._setup.is_resumed
+        if is_resumed:
+            await check_unfinished(log, configuration)
         started = await next_start(
             log, configuration, blobs=self._setup.blobs, now_ms=now_ms(), plays_here=True
         )
@@ -107,6 +113,8 @@ class RunningRun:
         unpublished = unpublished_head(configuration.speculation, steps=configuration.trainer.steps)
         for warning in filter(None, (shortage(configuration), unpublished)):
             self._screen.say(f"warning: {warning}")
+        if is_resumed:
+            self._processes.start_engines()
         self._setup.folder.keep(configuration)
         await write_start(self._processes.connection, started)
         return started

@@ -323,6 +323,7 @@ def _run(
             configuration=made,
             settings=settings,
             environ=environ,
+            is_resumed=bool(options.resume),
             resume_command=resume_command(sys.argv[0], file=options.file, run=folder.run),
         )
         return _play(setup, console)

@@ -18,6 +18,8 @@ class RunSetup:
     environ: Mapping[str, str]
     resume_command: str = ""
     """What somebody types to continue the run; "" for an evaluation, which is not continued."""
+    is_resumed: bool = False
+    """It goes on with a run that was started before."""
     samples: int = 0
     """Above 0: the model is judged by so many episodes of each held-out task; nothing trains."""
 

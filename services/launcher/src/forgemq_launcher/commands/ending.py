@@ -22,12 +22,12 @@ from forgemq_contracts.requested_end import RequestedEnd
 from forgemq_contracts.rounds import END_ROUND, end_round_groups
 from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun
 from forgemq_launcher import exit_status
-from forgemq_launcher.commands.inspection import end_of, leave_report
+from forgemq_launcher.commands.inspection import leave_report
 from forgemq_launcher.commands.run_on_broker import run_on_broker
 from forgemq_launcher.core.outside_agents import TOLD_S
 from forgemq_launcher.display.lines import say
 from forgemq_launcher.records.follower import Follower
-from forgemq_launcher.records.run_end import end_requested
+from forgemq_launcher.records.run_end import end_of, end_requested
 from forgemq_launcher.records.run_results import result_values
 from forgemq_launcher.records.run_topics import last_trained_step, write_end
 from forgemq_launcher.run_folder import RunFolder

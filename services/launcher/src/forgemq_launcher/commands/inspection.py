@@ -11,13 +11,11 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 from forgemq_audit.run_report import audit_run
-from forgemq_bus.kept_records import messages_of, read_all, read_from
-from forgemq_bus.log import Log, Place, Record
+from forgemq_bus.kept_records import read_from
+from forgemq_bus.log import Log, Record
 from forgemq_bus.partitions import dead_letters_of
 from forgemq_bus.payloads import BLOB_HEADERS, reference_of
-from forgemq_contracts.run import EndedRun, StartedRun
-from forgemq_contracts.run_ends import is_end_of
-from forgemq_contracts.topics import ENDED_RUNS, OF_RUN
+from forgemq_contracts.topics import OF_RUN
 from forgemq_launcher import exit_status
 from forgemq_launcher.commands.run_on_broker import run_on_broker
 from forgemq_launcher.core.configuration import ConfigurationError
@@ -27,6 +25,7 @@ from forgemq_launcher.display.fork_table import fork_table
 from forgemq_launcher.display.lines import left_out, say, show
 from forgemq_launcher.display.report_files import closing, write_report
 from forgemq_launcher.records.follower import Follower
+from forgemq_launcher.records.run_end import end_of
 from forgemq_launcher.records.shown_records import shown_records
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_run_view.report import Report
@@ -185,17 +184,6 @@ def _letter_cells(record: Record) -> tuple[str, str, str]:
     if reference := reference_of(record):
         return source, reason, reference.uri
     return source, reason, repr(record.value[:LETTER_BYTES_SHOWN_MAX])
-
-
-async def end_of(log: Log, started: StartedRun) -> EndedRun | None:
-    """How the newest start of the run ended; None while it is up, or if it was killed."""
-    newest: EndedRun | None = None
-    async for records in read_all(log, [Place(ENDED_RUNS.name, 0)]):
-        for message in messages_of(records):
-            ended = message.record
-            if isinstance(ended, EndedRun) and is_end_of(ended, started):
-                newest = ended
-    return newest
 
 
 def print_groups(follower: Follower, console: Console) -> None:

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from rich.console import Console
 
 from forgemq_launcher import exit_status
-from forgemq_launcher.commands.inspection import end_of
 from forgemq_launcher.commands.run_on_broker import run_on_broker
 from forgemq_launcher.display.lines import say
 from forgemq_launcher.records.announcement import next_start
+from forgemq_launcher.records.run_end import end_of
 from forgemq_launcher.records.run_topics import write_start
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
 from forgemq_settings.environment import SettingsError

@@ -7,10 +7,9 @@ from rich.console import Console
 
 from forgemq_contracts.requested_end import RequestedEnd
 from forgemq_launcher import exit_status
-from forgemq_launcher.commands.inspection import end_of
 from forgemq_launcher.commands.run_on_broker import run_on_broker
 from forgemq_launcher.display.lines import say
-from forgemq_launcher.records.run_end import request_end, run_ended
+from forgemq_launcher.records.run_end import end_of, request_end, run_ended
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
 from forgemq_shell.clock import now_ms
 

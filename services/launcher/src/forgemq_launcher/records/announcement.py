@@ -10,6 +10,7 @@ from forgemq_contracts.run_changes import FieldChange, changes, check_changes
 from forgemq_contracts.steps import ScheduledStep
 from forgemq_contracts.topics import SCHEDULED_STEPS, STARTED_RUNS, TRAINED_STEPS
 from forgemq_launcher.core.configuration import ConfigurationError
+from forgemq_launcher.records.run_end import end_of
 from forgemq_launcher.records.run_topics import create_topics, last_trained_step
 from forgemq_shell.started_run import newest_start
 
@@ -67,6 +68,21 @@ async def _has_blob_folder(
     return previous.has_blob_folder
 
 
+async def check_unfinished(log: Log, configuration: RunConfiguration) -> None:
+    """Refuse to go on with a run that is completed: everything would start, and end at once.
+
+    Raises:
+        ConfigurationError: says how to train on.
+    """
+    started = await start_before(log, configuration.run)
+    ended = None if started is None else await end_of(log, started)
+    if ended is not None and ended.reason == "completed":
+        raise ConfigurationError(
+            f"run {configuration.run} is completed, and nothing is left to play; "
+            f"{_how_to_train_on(configuration)}"
+        )
+
+
 async def start_before(log: Log, run: str) -> StartedRun | None:
     """The newest start of a run that has topics; None of one that is new or was deleted."""
     try:
@@ -92,11 +108,20 @@ async def _check_steps(log: Log, configuration: RunConfiguration) -> None:
     if last >= 0:
         raise ConfigurationError(
             f"trainer.steps: step {last} is scheduled as the last one, so the run cannot go on: "
-            "start a new one from its newest checkpoint, with model.path=<runs>/"
-            f"{configuration.run}/checkpoints/checkpoints/step-..."
+            f"{_how_to_train_on(configuration)}"
         )
     if configuration.trainer.steps <= scheduled:
         raise ConfigurationError(
             f"trainer.steps: {scheduled} steps are scheduled already, and none of them as the "
             f"last: at least {scheduled + 1}, got {configuration.trainer.steps}"
         )
+
+
+def _how_to_train_on(configuration: RunConfiguration) -> str:
+    checkpoint = f"<runs>/{configuration.run}/checkpoints/checkpoints/step-..."
+    if configuration.lora is not None:
+        return (
+            "start a new run from its newest adapter, which forgemq merge puts into the model: "
+            f"forgemq merge {checkpoint}/adapter FOLDER, then model.path=FOLDER"
+        )
+    return f"start a new run from its newest checkpoint, with model.path={checkpoint}"

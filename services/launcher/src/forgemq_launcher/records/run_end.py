@@ -1,10 +1,10 @@
-"""Asks a run to end, on its log, and waits for the request or the end."""
+"""Asks a run to end, on its log; reads how it ended, and waits for the request or the end."""
 
 from collections.abc import AsyncIterator
 
 import msgspec
 
-from forgemq_bus.kept_records import messages_of
+from forgemq_bus.kept_records import messages_of, read_all
 from forgemq_bus.log import Log, Place
 from forgemq_contracts.messages import Output
 from forgemq_contracts.requested_end import RequestedEnd
@@ -38,6 +38,17 @@ async def end_requested(log: Log, started: StartedRun) -> RequestedEnd:
         if isinstance(record, RequestedEnd) and record.started_ms == started.started_ms:
             return record
     raise AssertionError("a topic has no end")
+
+
+async def end_of(log: Log, started: StartedRun) -> EndedRun | None:
+    """How the newest start of the run ended; None while it is up, or if it was killed."""
+    newest: EndedRun | None = None
+    async for records in read_all(log, [_ENDS]):
+        for message in messages_of(records):
+            ended = message.record
+            if isinstance(ended, EndedRun) and is_end_of(ended, started):
+                newest = ended
+    return newest
 
 
 async def run_ended(log: Log, started: StartedRun) -> EndedRun:

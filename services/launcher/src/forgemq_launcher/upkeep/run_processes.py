@@ -38,7 +38,7 @@ CONSOLE_PORT_PREFERRED = 8080
 class RunProcesses:
     """All processes of one run on this machine.
 
-    Lifecycle: `start_engines` (they take longest), `start_broker`, `plan_services`, one task `keep`
+    Lifecycle: `start_engines` and `start_broker`, `plan_services`, one task `keep`
     until the run is over, `stop_services`, which leaves the broker up for the audit, and `stop`.
     `kill` at any time.
     """
