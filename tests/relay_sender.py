@@ -1,4 +1,4 @@
-"""Relays a model's folder to lanes, as a trainer does; for tests and load tests."""
+"""Relays a model's folder to lanes, as a trainer does."""
 
 import asyncio
 from collections.abc import Sequence

@@ -105,14 +105,3 @@ class RetiredIds:
 def _digest(identifier: str) -> int:
     digest = hashlib.blake2b(identifier.encode(), digest_size=_DIGEST_BYTES).digest()
     return int.from_bytes(digest, "little")
-
-
-def verified_tokens(record: FinishedCompletion) -> int:
-    """Output tokens that passes over drafted ones gave.
-
-    Over `verifications` that is the acceptance length. Each prefill gives one token
-    without a draft, and a retracted request is prefilled again.
-    """
-    if not record.verifications:
-        return 0
-    return max(0, len(record.output) // 4 - 1 - record.retractions)

@@ -4,6 +4,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from forgemq_contracts.completions import FinishedCompletion
+
 
 class Speculation(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
@@ -61,3 +63,14 @@ def unpublished_head(speculation: Speculation | None, *, steps: int) -> str:
         f"which is {steps}: the head is trained, and engines draft with the one they start with "
         "until the trainer is started again; lower it for engines to get the trained one"
     )
+
+
+def verified_tokens(record: FinishedCompletion) -> int:
+    """Output tokens that passes over drafted ones gave.
+
+    Over `verifications` that is the acceptance length. Each prefill gives one token
+    without a draft, and a retracted request is prefilled again.
+    """
+    if not record.verifications:
+        return 0
+    return max(0, len(record.output) // 4 - 1 - record.retractions)

@@ -2,9 +2,10 @@
 
 import itertools
 
-from forgemq_contracts.accounting import is_candidate, verified_tokens
+from forgemq_contracts.accounting import is_candidate
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.messages import Message
+from forgemq_contracts.speculation import verified_tokens
 from forgemq_run_view.state import AcceptancePoint, StepAlarm
 
 ACCEPTANCE_MIN = 1.1

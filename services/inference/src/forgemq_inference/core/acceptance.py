@@ -1,7 +1,7 @@
 """How many tokens a pass of the engine over drafted ones gives, under its newest weights."""
 
-from forgemq_contracts.accounting import verified_tokens
 from forgemq_contracts.completions import FinishedCompletion
+from forgemq_contracts.speculation import verified_tokens
 from forgemq_inference.core.weights import BASE, Weights
 
 
