@@ -11,7 +11,7 @@ from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.speculation import Speculation
 from tests.engine_fixture import ENGINE_MODEL, engine_options, reset_engine, started_engine
 from tests.integration.draft_heads import acceptance
-from tests.integration.test_cached_tokens import GROUPS, SIBLINGS, TURNS, metered, outcomes, play
+from tests.integration.test_cached_tokens import GROUPS, SIBLINGS, TURNS, play
 from tests.integration.test_reply_forms_engine import gateway_on
 from tests.integration.test_speculation_engine import (
     GAP_NATS_MAX,
@@ -22,6 +22,7 @@ from tests.integration.test_speculation_engine import (
 )
 from tests.integration.test_weights_engine import perturbed, publisher
 from tests.lane_scene import LaneScene, create_topics
+from tests.metered import counted, metered
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -96,11 +97,11 @@ async def test_the_gateway_expects_what_an_engine_with_a_small_model_has_cached(
     speculating: str,
 ) -> None:
     reset_engine(speculating, ENGINE_MODEL)
-    telemetry, reader = metered()
+    telemetry, held = metered("gateway")
     async with gateway_on(
         speculating, ENGINE_MODEL, telemetry=telemetry, speculation=DRAFT
     ) as world:
         await play(world, first=0)
-        counted = outcomes(reader)
-    assert counted.total() == GROUPS * SIBLINGS * TURNS
-    assert counted["as_expected"] >= 0.99 * counted.total(), counted
+        outcomes = counted(held(), "gateway.cache_outcomes", by="outcome")
+    assert outcomes.total() == GROUPS * SIBLINGS * TURNS
+    assert outcomes["as_expected"] >= 0.99 * outcomes.total(), outcomes

@@ -33,8 +33,6 @@ from tests.integration.test_cached_tokens import (
     GROUPS,
     SIBLINGS,
     TURNS,
-    metered,
-    outcomes,
     play,
 )
 from tests.integration.test_reply_forms_engine import (
@@ -46,6 +44,7 @@ from tests.integration.test_reply_forms_engine import (
 )
 from tests.integration.test_weights_engine import logprobs, perturbed, publisher, spans
 from tests.lane_scene import LaneScene, create_topics
+from tests.metered import counted, metered
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -308,13 +307,13 @@ async def test_sampled_pairs_follow_the_policy_while_drafted_tokens_hold(
     # Three tokens end before most guesses could hold; these many did all the same.
     assert acceptance(records) > 1.05
     expected = pair_law(context)
-    counted = Counter(tuple(unpack_ids(record.output)[:2]) for record in records)
+    drawn = Counter(tuple(unpack_ids(record.output)[:2]) for record in records)
     common = [pair for pair, share in expected.items() if share * draws >= 5]
     assert len(common) >= 10
     rest = draws * (1 - sum(expected[pair] for pair in common))
-    rest_counted = draws - sum(counted[pair] for pair in common)
+    rest_counted = draws - sum(drawn[pair] for pair in common)
     statistic = sum(
-        (counted[pair] - draws * expected[pair]) ** 2 / (draws * expected[pair]) for pair in common
+        (drawn[pair] - draws * expected[pair]) ** 2 / (draws * expected[pair]) for pair in common
     ) + (rest_counted - rest) ** 2 / max(rest, 1.0)
     # Above this once in a million: mean plus five and a half deviations.
     assert statistic < len(common) + 5.5 * (2 * len(common)) ** 0.5 + 12
@@ -324,7 +323,7 @@ async def test_the_gateway_expects_one_cached_token_less_of_an_engine_that_guess
     speculating: str, start_head: Path
 ) -> None:
     await reset(speculating, start_head)
-    telemetry, reader = metered()
+    telemetry, held = metered("gateway")
     async with gateway_on(
         speculating,
         ENGINE_MODEL,
@@ -332,10 +331,10 @@ async def test_the_gateway_expects_one_cached_token_less_of_an_engine_that_guess
         speculation=Speculation(head=str(start_head)),
     ) as world:
         await play(world, first=0)
-        counted = outcomes(reader)
+        outcomes = counted(held(), "gateway.cache_outcomes", by="outcome")
         finished: list[Any] = await world.records(topics.FINISHED_COMPLETIONS)
-    assert counted.total() == GROUPS * SIBLINGS * TURNS
-    assert counted["as_expected"] >= 0.99 * counted.total(), counted
+    assert outcomes.total() == GROUPS * SIBLINGS * TURNS
+    assert outcomes["as_expected"] >= 0.99 * outcomes.total(), outcomes
     assert all(record.verifications for record in finished if len(record.output) > 4)
 
 
