@@ -31,7 +31,9 @@ class Child:
 
     def __init__(self, *argv: str, environ: Mapping[str, str] | None = None) -> None:
         self._argv = argv
-        self._environ = {**os.environ, **(environ or {})}
+        # It imports what pytest's own path has, as the stand-in engine of the load tests.
+        path = os.pathsep.join(filter(None, sys.path))
+        self._environ = {**os.environ, "PYTHONPATH": path, **(environ or {})}
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
