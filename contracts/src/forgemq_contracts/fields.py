@@ -79,7 +79,7 @@ ExpertRanks: TypeAlias = Annotated[
     Meta(
         ge=1,
         description="Ranks that hold each layer's experts between them, to which tokens travel. "
-        "Divides trainer.world_size and the number of experts. 1: experts are gathered like other "
+        "Divides trainer.shard_ranks and the number of experts. 1: experts are gathered like other "
         "weights.",
     ),
 ]

@@ -83,20 +83,12 @@ def _check_expert_ranks(configuration: RunConfiguration) -> None:
     trainer = configuration.trainer
     if trainer.expert_ranks == 1:
         return
-    if trainer.world_size % trainer.expert_ranks:
+    shard_ranks = shard_ranks_of(trainer)
+    if shard_ranks % trainer.expert_ranks:
+        field = "world_size" if trainer.shard_ranks is None else "shard_ranks"
         raise ValueError(
-            "trainer.expert_ranks must divide trainer.world_size: a token's experts are on ranks "
-            f"of one group, got {trainer.expert_ranks} and {trainer.world_size}"
-        )
-    if shard_ranks_of(trainer) < trainer.world_size:
-        raise ValueError(
-            "trainer.shard_ranks must be left out with trainer.expert_ranks above 1: nobody has "
-            f"tried replicas beside experts that tokens travel to, got {trainer.shard_ranks}"
-        )
-    if configuration.lora is not None:
-        raise ValueError(
-            "trainer.expert_ranks must be 1 with lora: nobody has tried adapters beside experts "
-            f"that tokens travel to, got {trainer.expert_ranks}"
+            f"trainer.expert_ranks must divide trainer.{field}: a token's experts are on ranks of "
+            f"one group, got {trainer.expert_ranks} and {shard_ranks}"
         )
 
 

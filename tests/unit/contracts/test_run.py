@@ -95,17 +95,19 @@ def test_replicas_of_unequal_numbers_of_ranks_are_refused():
         check(run)
 
 
-def test_expert_ranks_divide_the_ranks_and_are_refused_beside_adapters():
+def test_expert_ranks_divide_the_ranks_of_a_replica_also_beside_adapters():
     uneven = Trainer(steps=1, world_size=4, expert_ranks=3)
-    with pytest.raises(ValueError, match=r"^trainer\.expert_ranks must divide .* got 3 and 4$"):
+    by_world = r"^trainer\.expert_ranks must divide trainer\.world_size: .* got 3 and 4$"
+    with pytest.raises(ValueError, match=by_world):
         check(msgspec.structs.replace(SOUND, trainer=uneven))
     even = Trainer(steps=1, world_size=4, expert_ranks=2)
     check(msgspec.structs.replace(SOUND, trainer=even))
-    replicas = msgspec.structs.replace(even, shard_ranks=2)
-    with pytest.raises(ValueError, match=r"^trainer\.shard_ranks must be left out .* got 2$"):
+    check(msgspec.structs.replace(SOUND, trainer=msgspec.structs.replace(even, shard_ranks=2)))
+    replicas = msgspec.structs.replace(even, world_size=8, shard_ranks=4, expert_ranks=8)
+    by_replica = r"^trainer\.expert_ranks must divide trainer\.shard_ranks: .* got 8 and 4$"
+    with pytest.raises(ValueError, match=by_replica):
         check(msgspec.structs.replace(SOUND, trainer=replicas))
-    with pytest.raises(ValueError, match=r"^trainer\.expert_ranks must be 1 with lora: .* got 2$"):
-        check(msgspec.structs.replace(SOUND, trainer=even, lora=Lora()))
+    check(msgspec.structs.replace(SOUND, trainer=even, lora=Lora()))
 
 
 def test_a_small_model_that_guesses_is_taken_where_a_head_could_not_be_trained():

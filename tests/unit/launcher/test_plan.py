@@ -13,6 +13,7 @@ from rich.console import Console
 
 from forgemq_contracts.lane_engines import LaneEngines
 from forgemq_contracts.lora import Lora
+from forgemq_contracts.run import RunConfiguration, Trainer
 from forgemq_contracts.trainer_plan import AskedModel, PlannedModel, RefusedPlan
 from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.core.configuration import configuration, document
@@ -30,6 +31,7 @@ from forgemq_launcher.plan.group_trees import largest_tree, usual_tree
 from forgemq_launcher.plan.log_bytes import step_bytes
 from forgemq_launcher.plan.machines import GPUS, Machines
 from forgemq_launcher.plan.run_plan import PlannedRun, plan_of
+from forgemq_launcher.plan.trainer_memory import trainer_memory
 from forgemq_trainer.core.tree import read_tree
 from forgemq_trainer.plan import answer
 from tests.small_run import small_run
@@ -247,6 +249,23 @@ def test_of_a_run_with_adapters_they_alone_have_a_state_beside_the_frozen_model(
     assert engine.weight_bytes == 2 * (681_024 + (0 if published else 2 * adapters))
     assert plan.seconds is not None
     assert plan.seconds.update_s == pytest.approx(2 * 16 * adapters / (0.7 * 3.35e12))
+
+
+def test_a_rank_gathers_its_half_of_spread_experts_and_gradients_only_of_what_trains():
+    """A layer of 900 parameters, 800 of them experts; adapters of 30 in each layer."""
+    sizes = msgspec.structs.replace(SIZES, layer_experts_max=800)
+    trainer = Trainer(steps=1, world_size=4, shard_ranks=2, expert_ranks=2)
+    small = small_run(group_partitions=1)
+    model = msgspec.structs.replace(small.model, dtype="float32")
+    run = msgspec.structs.replace(small, trainer=trainer, model=model)
+
+    def gathered(run: RunConfiguration, sizes: PlannedModel) -> int:
+        return trainer_memory(run, sizes, TWO_H100, is_budget_named=False).gathered_bytes
+
+    assert gathered(run, sizes) == 2 * 500 * 4 + 500 * (4 + 4) + 1000 * 4
+    adapted = msgspec.structs.replace(run, lora=Lora())
+    with_adapters = msgspec.structs.replace(sizes, adapters=300)
+    assert gathered(adapted, with_adapters) == 2 * 500 * 4 + 30 * (4 + 4) + 1000 * 4
 
 
 @pytest.mark.parametrize(

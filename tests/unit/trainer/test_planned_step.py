@@ -155,7 +155,9 @@ def test_tokens_travel_in_forward_in_backward_and_again_from_recomputed_layers()
 
 
 def test_of_experts_on_several_ranks_a_share_is_gathered_by_the_ranks_that_hold_it():
-    values = replace(VALUES, layers=2000, trained=2500, experts=1000, holders=2)
+    values = replace(
+        VALUES, layers=2000, trained=2500, experts=1000, trained_experts=1000, holders=2
+    )
     ranks = replace(_ranks(4, tokens=1000), values=values)
     step = planned_step(TREES[:1] * 8, shape=SHAPE, ranks=ranks)
     assert (step.forwards, step.backwards, step.kept) == (2, 2, "nothing")

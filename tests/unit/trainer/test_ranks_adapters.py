@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -108,18 +109,41 @@ def _adapter(life: Life, step: int) -> Tensors:
     return load_file(_checkpoint(life, step).adapter_folder / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize(("publish", "dtype"), [("merged", "float32"), ("adapter", "bfloat16")])
+@pytest.mark.parametrize(
+    ("publish", "dtype", "kind"),
+    [
+        ("merged", "float32", "qwen3"),
+        ("adapter", "bfloat16", "qwen3"),
+        ("merged", "float32", "qwen3_moe"),
+    ],
+)
 def test_the_number_of_ranks_that_train_adapters_may_change_between_two_lives(
     tmp_path: Path,
     rank_pair: RankPair,
     publish: Literal["adapter", "merged"],
     dtype: Literal["float32", "bfloat16"],
+    kind: str,
 ) -> None:
-    """One rank, two, one: restored state is equal to the byte, later steps within rounding."""
-    lora = Lora(rank=3, alpha=6.0, publish=publish)
-    alone, changing = (Life(tmp_path / name, STEPS, dtype, lora=lora) for name in ("one", "two"))
+    """One rank, two, one: restored state is equal to the byte, later steps within rounding.
+
+    Two ranks of a mixture hold half of its experts each.
+    """
+    lora, is_mixture = Lora(rank=3, alpha=6.0, publish=publish), kind == "qwen3_moe"
+    if is_mixture:
+        lora = msgspec.structs.replace(lora, targets=ATTENTION_TARGETS)
+    alone, changing = (
+        Life(
+            tmp_path / name,
+            STEPS,
+            dtype,
+            is_routed=is_mixture,
+            lora=lora,
+            expert_ranks=1 + is_mixture,
+        )
+        for name in ("one", "two")
+    )
     for life in (alone, changing):
-        save_base(life.folder / "base")
+        save_base(life.folder / "base", kind=kind)
     live(ALONE, alone)
     live(ALONE, dataclasses.replace(changing, steps=(0,)))
     (version, state), _ = rank_pair.run(restored, changing)
@@ -147,7 +171,8 @@ def _check_published(life: Life, *, version: int) -> None:
         for name in ("adapter_model.safetensors", "adapter_config.json"):
             assert (published / name).read_bytes() == (adapter / name).read_bytes()
         return
-    assert merge_adapter(adapter, life.folder / "merged") == 14
+    layers = 2 * len(life.lora.targets)
+    assert merge_adapter(adapter, life.folder / "merged") == layers
     expected = load_file(life.folder / "merged/model.safetensors")
     found = load_file(published / "model.safetensors")
     assert found.keys() == expected.keys()

@@ -238,7 +238,8 @@ def _has_parts(case: Case) -> bool:
 
 
 def _spread(ranks: Ranks, case: Case, loaded: LoadedModel) -> tuple[ShardedPolicy, CountingPeers]:
-    groups = ExpertGroups(ranks, expert_ranks=case.expert_ranks)
+    grid = ranks.mesh(ranks.world_size).grid
+    groups = ExpertGroups(ranks, grid, expert_ranks=case.expert_ranks)
     groups.peers = peers = CountingPeers(groups.peers)
     return shard(loaded, ranks=ranks, dtype=case.dtype, experts=groups), peers
 
@@ -355,7 +356,8 @@ def _peak(ranks: Ranks, dtype: torch.dtype, recomputed_layers: int) -> tuple[int
     wide = {"hidden_size": 128, "head_dim": 32, "rotary_dim": 16, "num_hidden_layers": 4}
     model = make_model("minimax_m2", torch.float32, **(sizes | wide))
     _prefer_first(model, 8)
-    groups = ExpertGroups(ranks, expert_ranks=ranks.world_size)
+    world = ranks.world_size
+    groups = ExpertGroups(ranks, ranks.mesh(world).grid, expert_ranks=world)
     assert isinstance(groups.peers, RankGroup)
     groups.peers = settled(groups.peers)
     policy = shard(prepare(model), ranks=ranks, dtype=dtype, experts=groups).policy

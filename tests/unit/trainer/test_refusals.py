@@ -58,3 +58,8 @@ def test_experts_that_ranks_cannot_share_out_are_refused_by_name(sizes, expert_r
     with pytest.raises(SettingsError, match=re.escape(message)):
         check_expert_ranks(SimpleNamespace(model_type="qwen3_moe", **model), trainer)
     check_expert_ranks(SimpleNamespace(**model), Trainer(steps=1, world_size=2))
+
+
+def test_only_the_ranks_of_a_replica_share_out_the_rows_of_an_expert():
+    model = SimpleNamespace(num_experts=6, hidden_size=63, moe_intermediate_size=25)
+    check_expert_ranks(model, Trainer(steps=1, world_size=4, shard_ranks=2, expert_ranks=2))

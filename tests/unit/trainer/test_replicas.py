@@ -28,6 +28,7 @@ from forgemq_trainer.core.traffic import Kept, passes_of, reading_traffic, updat
 from forgemq_trainer.core.tree import Forest, read_tree
 from forgemq_trainer.model import LoadedModel, prepare
 from forgemq_trainer.model_sizes import gathered_values
+from forgemq_trainer.ranks.expert_groups import ExpertGroups
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.ranks.sharding import shard
 from tests.unit.trainer.rank_scene import START_DEADLINE_S, WORK_DEADLINE_S, RankPair, RankProcesses
@@ -53,6 +54,7 @@ class Case:
         is_tied: True if the head's weights are the embedding's.
         has_reference: True if the loss has a KL to another model.
         is_adapted: True if adapters train, of a frozen model.
+        expert_ranks: Of the ranks of a replica, those that hold all experts between them.
     """
 
     world: int
@@ -62,6 +64,7 @@ class Case:
     is_tied: bool = False
     has_reference: bool = False
     is_adapted: bool = False
+    expert_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -73,19 +76,26 @@ class Seen:
 
 
 class _Sent(TorchDispatchMode):
-    """Counts the bytes that this rank sends in collectives, each made in a ring."""
+    """Counts the bytes that this rank sends in collectives, each made in a ring.
 
-    def __init__(self) -> None:
+    Tokens on their way to experts are counted in `test_ranks_experts.py`.
+    """
+
+    def __init__(self, travelling: ProcessGroup | None) -> None:
         super().__init__()
         self.sent_bytes = 0.0
+        self._travelling = travelling
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         name = str(func)
         if name.startswith("c10d."):
-            group = next(each for each in args if isinstance(each, torch.ScriptObject))
-            size = ProcessGroup.unbox(group).size()
+            boxed = next(each for each in args if isinstance(each, torch.ScriptObject))
+            group = ProcessGroup.unbox(boxed)
+            if self._travelling is not None and group.group_name == self._travelling.group_name:
+                return func(*args, **(kwargs or {}))
+            size = group.size()
             whole, times = {
                 "c10d._allgather_base_.default": (args[0], 1),
                 "c10d.allgather_.default": (args[0], 1),
@@ -118,9 +128,11 @@ def _forests(case: Case) -> tuple[Forest, ...]:
 def _loaded(case: Case) -> LoadedModel:
     sizes = {"vocab_size": 63, "tie_word_embeddings": case.is_tied}
     if case.is_adapted:
-        return adapted(case.kind, torch.float64, "k_proj", "o_proj", "down_proj", **sizes)
+        # Experts are one tensor, no linear layer.
+        targets = ("k_proj", "o_proj", *(() if case.kind == "qwen3_moe" else ("down_proj",)))
+        return adapted(case.kind, torch.float64, *targets, **sizes)
     model = make_model(case.kind, torch.float64, **sizes)
-    if case.kind == "qwen3_moe":
+    if case.kind in ("qwen3_moe", "minimax_m2"):
         model.set_experts_implementation("eager")  # The grouped kernel has no float64.
     return prepare(model)
 
@@ -163,26 +175,31 @@ def _of_rank(ranks: Ranks, case: Case) -> dict[str, Seen]:
     """The same update with everything that may be kept, and a reading of the reference."""
     forests = _forests(case)
     mesh = ranks.mesh(case.shards)
-    sharded = shard(_loaded(case), ranks=ranks, mesh=mesh, dtype=torch.float64)
+    spread: Any = {"ranks": ranks, "mesh": mesh, "experts": None}
+    if case.expert_ranks > 1:
+        spread["experts"] = ExpertGroups(ranks, mesh.grid, expert_ranks=case.expert_ranks)
+    travelling = spread["experts"] and spread["experts"].peers.group
+    held = {"shards": case.shards, "expert_ranks": case.expert_ranks}
+    sharded = shard(_loaded(case), dtype=torch.float64, **spread)
     model, shape, grid = sharded.model, sharded.policy.shape, mesh.grid
-    values = gathered_values(model, shards=case.shards)
+    values = gathered_values(model, **held)
     rounds = _rounds(case, forests, shape)
     sizes: Any = {"shape": shape, "values": values, "grid": grid, "rank": ranks.rank}
     seen = {}
     if case.has_reference:
-        reference = shard(_reference(case), ranks=ranks, mesh=mesh, dtype=torch.float64)
+        reference = shard(_reference(case), dtype=torch.float64, **spread)
         for kept in Kept:
-            with _Sent() as sent, reference.gathering.reading(kept):
+            with _Sent(travelling) as sent, reference.gathering.reading(kept):
                 read = read_rounds(
                     reference.policy, routeless(forests), rounds, peers=ranks, head_chunk=CHUNK
                 )
-            of_it = sizes | {"values": gathered_values(reference.model, shards=case.shards)}
+            of_it = sizes | {"values": gathered_values(reference.model, **held)}
             expected = reading_traffic(rounds, forests, kept=kept, **of_it).total
             seen[f"read, kept {kept.name}"] = Seen({}, (sent.sent_bytes, expected))
         forests = filled(forests, read)
     for kept in Kept:
         backwards = passes_of(rounds).backwards
-        with _Sent() as sent, sharded.gathering.update(kept, backwards=backwards):
+        with _Sent(travelling) as sent, sharded.gathering.update(kept, backwards=backwards):
             forward_backward_rounds(
                 sharded.policy,
                 _objective(case, forests),
@@ -223,7 +240,11 @@ CASES = [
     *(Case(2, shards, True, has_reference=True) for shards in (1, 2)),
     Case(4, 2, False, "llama", is_tied=True),
     Case(4, 2, False, "qwen3_moe"),
+    *(Case(4, 2, is_shared, "qwen3_moe", expert_ranks=2) for is_shared in (False, True)),
+    Case(4, 2, True, "minimax_m2", expert_ranks=2, has_reference=True),
     Case(4, 2, True, is_adapted=True, has_reference=True),
+    Case(4, 2, True, "qwen3_moe", is_adapted=True, has_reference=True, expert_ranks=2),
+    Case(4, 4, False, "qwen3_moe", is_adapted=True, expert_ranks=2),
 ]
 
 
@@ -231,7 +252,12 @@ def _name(case: Case) -> str:
     parts = [case.kind, f"{case.world // case.shards} replicas of {case.shards}"]
     parts += ["blocks" if case.is_shared else "at once", "tied" if case.is_tied else ""]
     parts += ["reference" if case.has_reference else "", "adapters" if case.is_adapted else ""]
+    parts += [f"experts on {case.expert_ranks}" if case.expert_ranks > 1 else ""]
     return "-".join(filter(None, parts))
+
+
+EIGHT_RANKS = Case(8, 4, True, "qwen3_moe", expert_ranks=2)
+"""Two replicas, in each of which two ranks hold the same half of the experts."""
 
 
 def _missing_bytes(case: Case, rank: int) -> int:
@@ -245,7 +271,19 @@ def _missing_bytes(case: Case, rank: int) -> int:
 def test_gradients_are_those_of_one_rank_and_bytes_those_of_the_formula(
     case: Case, rank_pair: RankPair, four_ranks: RankProcesses
 ) -> None:
-    results = (rank_pair if case.world == 2 else four_ranks).run(_of_rank, case)
+    _check(case, rank_pair if case.world == 2 else four_ranks)
+
+
+def test_holders_of_the_same_experts_in_two_replicas_compute_the_gradients_of_one_rank() -> None:
+    ranks = RankProcesses(world=EIGHT_RANKS.world)
+    try:
+        _check(EIGHT_RANKS, ranks)
+    finally:
+        ranks.close()
+
+
+def _check(case: Case, ranks: RankProcesses) -> None:
+    results = ranks.run(_of_rank, case)
     expected = _alone(case)
     floor = 1e-3 * max(gradient.norm() for gradient in expected.values())
     for name, seen in results[0].items():

@@ -138,13 +138,14 @@ def gathered_values(model: Any, *, shards: int, expert_ranks: int = 1) -> Gather
             if id(each) not in spread
         )
 
-    experts = sum(each.numel() for each in model.parameters() if id(each) in spread) // expert_ranks
+    experts = [each for each in model.parameters() if id(each) in spread]
     layers = count(decoder.layers.parameters())
     return GatheredValues(
         layers=layers,
         root=count(decoder.parameters()) - layers,
         head=0 if head.weight is embedding.weight else count(head.parameters()),
         trained=count(each for each in model.parameters() if each.requires_grad),
-        experts=experts,
+        experts=sum(each.numel() for each in experts) // expert_ranks,
+        trained_experts=sum(each.numel() for each in experts if each.requires_grad) // expert_ranks,
         holders=shards // expert_ranks,
     )

@@ -3,6 +3,7 @@
 import importlib
 from typing import Any, cast
 
+from forgemq_contracts.rank_rules import shard_ranks_of
 from forgemq_contracts.run import RunConfiguration, Trainer
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.forward import PolicyModel
@@ -48,12 +49,12 @@ def check_expert_ranks(config: Any, trainer: Trainer) -> None:  # noqa: ANN401  
             f"trainer.expert_ranks must divide the model's {count} experts, "
             f"got {trainer.expert_ranks}"
         )
-    holders = trainer.world_size // trainer.expert_ranks
+    holders = shard_ranks_of(trainer) // trainer.expert_ranks
     expert_size = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     for name, size in (("hidden_size", config.hidden_size), ("an expert's size", expert_size)):
         if size % holders:
             raise SettingsError(
-                "trainer.world_size / trainer.expert_ranks ranks hold the same experts, each an "
+                "trainer.shard_ranks / trainer.expert_ranks ranks hold the same experts, each an "
                 f"equal part of every row: {holders} must divide {name}, which is {size}"
             )
 

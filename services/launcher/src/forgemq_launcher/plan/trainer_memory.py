@@ -94,5 +94,6 @@ def _gathered_bytes(model: PlannedModel, dtype: str, *, expert_ranks: int) -> in
     value_bytes = VALUE_BYTES[dtype]
     elsewhere = model.layer_experts_max - model.layer_experts_max // expert_ranks
     layers = GATHERED_LAYERS * (model.layer_max - elsewhere) * value_bytes
-    gradients = (model.layer_trained - elsewhere) * (value_bytes + WIDE_BYTES)
+    trained = model.layer_trained - (0 if model.adapters else elsewhere)
+    gradients = trained * (value_bytes + WIDE_BYTES)
     return layers + gradients + model.embedding * value_bytes

@@ -67,6 +67,7 @@ class GatheredValues:
         head: 0 if it is tied to the embedding.
         trained: Of all of these, those with gradients.
         experts: Of a rank's share of the experts that tokens travel to; no part of the others.
+        trained_experts: The same if they have gradients, else 0.
         holders: Ranks that hold the same share.
     """
 
@@ -75,6 +76,7 @@ class GatheredValues:
     head: int
     trained: int
     experts: int = 0
+    trained_experts: int = 0
     holders: int = 1
 
     @property
@@ -195,7 +197,7 @@ def plan_update(
 def kept_bytes(kept: Kept, *, values: GatheredValues, shape: ModelShape) -> int:
     """Bytes of each rank for what it keeps, beside its shard."""
     weights = {Kept.NOTHING: 0, Kept.HEAD: values.head}.get(kept, values.total)
-    gradients = values.trained + values.experts if kept == Kept.GRADIENTS else 0
+    gradients = values.trained + values.trained_experts if kept == Kept.GRADIENTS else 0
     return weights * shape.value_bytes + gradients * shape.wide_bytes
 
 
@@ -238,10 +240,9 @@ def update_traffic(
             ranks=values.holders,
         ),
         reduced=_share(reductions * gradients, ranks=grid.shards)
-        + _share(reductions * values.experts * shape.wide_bytes, ranks=values.holders),
+        + _share(reductions * values.trained_experts * shape.wide_bytes, ranks=values.holders),
         replicated=2
-        * _share(values.trained * shape.wide_bytes, ranks=grid.replicas)
-        // grid.shards,
+        * _share(_shard_values(values, grid=grid) * shape.wide_bytes, ranks=grid.replicas),
         exchanged=sum(
             exchanged_bytes(planned, forests, shape=shape, is_trained=True, rank=rank)
             for planned in rounds
@@ -334,6 +335,11 @@ def _gathered_values(
 def _expert_values(values: GatheredValues, *, kept: Kept, layers: int) -> int:
     """The same of a rank's share of the experts."""
     return values.experts * (1 if kept >= Kept.WEIGHTS else layers)
+
+
+def _shard_values(values: GatheredValues, *, grid: RankGrid) -> int:
+    """Values with gradients in a rank's shard."""
+    return values.trained // grid.shards + values.trained_experts // values.holders
 
 
 def _share(whole: int, *, ranks: int) -> int:

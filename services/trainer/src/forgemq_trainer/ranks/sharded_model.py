@@ -225,10 +225,12 @@ def _load_reference(
 
 def _shard(empty: LoadedModel, configuration: RunConfiguration, *, ranks: Ranks) -> ShardedPolicy:
     """Give this rank its shard of a model on the meta device, as the configuration divides it."""
+    trainer = configuration.trainer
+    mesh = ranks.mesh(shard_ranks_of(trainer))
     return shard(
         empty,
         ranks=ranks,
         dtype=DTYPES[configuration.model.dtype],
-        mesh=ranks.mesh(shard_ranks_of(configuration.trainer)),
-        experts=expert_groups(empty.model.config, configuration.trainer, ranks=ranks),
+        mesh=mesh,
+        experts=expert_groups(empty.model.config, trainer, ranks=ranks, grid=mesh.grid),
     )

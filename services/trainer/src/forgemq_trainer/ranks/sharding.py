@@ -116,7 +116,7 @@ def _shard_experts(
         # Not by experts, as the holders of a share may be more than its experts.
         fully_shard(
             part,
-            mesh=experts.mesh["holders"],
+            mesh=experts.holders,
             mp_policy=precision,
             shard_placement_fn=lambda _: Shard(1),
         )
