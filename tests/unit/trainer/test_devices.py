@@ -1,4 +1,4 @@
-"""Devices that are refused before a step, and the sizes of the groups that lanes are offered."""
+"""Devices and hosts that are refused before a step, and sizes of the groups offered to lanes."""
 
 import pytest
 
@@ -65,3 +65,14 @@ def test_a_lanes_group_has_a_rank_for_each_process_of_its_engine() -> None:
     assert again[0].group_name != offers[0].group_name
     assert again[1].group_name == offers[1].group_name
     paths.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_host_that_no_engine_can_connect_to_is_refused_unless_nothing_is_sent_from_it(
+    host: str,
+) -> None:
+    sent = TrainerSettings(folder="f", host=host, fast_path="gloo-shared")
+    with pytest.raises(SettingsError, match=f"FORGEMQ_TRAINER_HOST: {host} stands for every"):
+        broadcasts_of(sent, device="cpu")
+    relayed = TrainerSettings(folder="f", host=host, fast_path="relay")
+    assert broadcasts_of(relayed, device="cpu") is None

@@ -24,7 +24,9 @@ from forgemq_inference.engine import (
     EngineError,
     EngineRefusedError,
     EngineUnreachableError,
+    EngineUnreadyError,
     ModelInfo,
+    ServerInfo,
 )
 from forgemq_inference.engine_pair import LaneEngine
 from forgemq_inference.limits import check_quantization, engine_limits
@@ -133,10 +135,29 @@ class Attachment:
                     ) from error
             await asyncio.sleep(_POLL_S)
 
+    async def _wait_ready(self) -> ServerInfo:
+        """Ask what the engine is, again while it answers that it failed; returns its limits."""
+        deadline_s = time.monotonic() + self._settings.engine_start_timeout_s
+        said = ""
+        while True:
+            try:
+                await self._engine.model_info()
+                return await self._engine.server_info()
+            except EngineUnreadyError as error:
+                if time.monotonic() > deadline_s:
+                    raise EngineRefusedError(
+                        f"the engine at {self._engine.url} answers health checks, and failed to "
+                        f"answer for {self._settings.engine_start_timeout_s:.0f} s: {error}"
+                    ) from error
+                if str(error) != said:
+                    said = str(error)
+                    self._telemetry.event("engine_not_ready", url=self._engine.url, error=said)
+            await asyncio.sleep(_POLL_S)
+
     async def _attach_engine(self) -> None:
         started_s, paused_s = time.monotonic(), self._pauses.total_s
+        server = await self._wait_ready()
         await self._tidy_engine()
-        server = await self._engine.server_info()
         if server.disaggregation_mode not in (None, "null"):
             raise EngineRefusedError(
                 f"{self._engine.url} is a {server.disaggregation_mode} engine: the lane needs "

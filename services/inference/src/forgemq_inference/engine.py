@@ -43,6 +43,10 @@ class EngineRefusedError(EngineError):
     """The engine answered with an error; the text says which and why."""
 
 
+class EngineUnreadyError(EngineRefusedError):
+    """The engine answered that it failed (HTTP 5xx): one that starts does, and later answers."""
+
+
 class EngineUnreachableError(EngineError):
     """The engine did not answer: it is gone, or too slow."""
 
@@ -363,7 +367,8 @@ class Engine:
                 if response.status != 200:
                     content = await response.read()
                     text = content.decode(errors="replace")[:_MESSAGE_CHARACTERS_MAX]
-                    raise EngineRefusedError(f"{path}: HTTP {response.status}: {text}")
+                    refused = EngineUnreadyError if response.status >= 500 else EngineRefusedError
+                    raise refused(f"{path}: HTTP {response.status}: {text}")
                 yield response
         except TimeoutError as error:
             raise EngineUnreachableError(f"{path}: no answer within {timeout_s:.0f} s") from error

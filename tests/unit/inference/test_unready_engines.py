@@ -1,0 +1,95 @@
+"""Engines that answer health checks, and fail to answer what a lane must know to serve."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from stand_in_answers import Speed
+from stand_in_engine import StandInEngine, serving
+
+from forgemq_bus.memory import MemoryLog
+from forgemq_telemetry.causes import causes
+from tests.lane_scene import LaneScene, create_topics
+
+FAILED = web.HTTPInternalServerError(text="the scheduler is not there yet")
+
+
+class StartingEngine(StandInEngine):
+    """Fails to answer one path, with each of these in turn and then no more."""
+
+    def __init__(self, path: str, failures: Iterator[web.HTTPException | None]) -> None:
+        super().__init__(Speed(tokens=2))
+        self._path, self._failures = path, failures
+
+    def app(self) -> web.Application:
+        @web.middleware
+        async def failing(request: web.Request, handler: Any) -> web.StreamResponse:
+            failure = next(self._failures, None) if request.path == self._path else None
+            if failure is not None:
+                return web.Response(status=failure.status, text=failure.text)
+            return await handler(request)  # type: ignore[no-any-return]  # a handler's
+
+        app = super().app()
+        app.middlewares.append(failing)
+        return app
+
+
+async def scene_of(base: Path, url: str) -> LaneScene:
+    log = MemoryLog(run="r")
+    await create_topics(log)
+    return LaneScene(log, model=base, engine_url=url)
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/model_info"])
+async def test_an_engine_that_fails_to_answer_at_first_is_waited_for(base: Path, path: str) -> None:
+    engine = StartingEngine(path, iter([FAILED, FAILED]))
+    async with serving(engine) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving():
+            await scene.report(is_serving=True, timeout_s=5)
+            await scene.request(1, [5, 6, 7], max_tokens=30)
+            (record,) = await scene.finished(count=1, timeout_s=5)
+    assert record.finish_reason == "stop"
+    (told,) = scene.events_named("engine_not_ready")
+    assert (told["url"], told["error"]) == (url, f"{path}: HTTP 500: {FAILED.text}")
+
+
+async def test_an_engine_that_fails_to_answer_while_its_lane_serves_is_waited_for(
+    base: Path,
+) -> None:
+    told: list[web.HTTPException | None] = [None] * 6
+    engine = StartingEngine("/model_info", iter(told + [FAILED] * 5))
+    async with serving(engine) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving():
+            await scene.report(is_serving=True, timeout_s=5)
+            await scene.report(is_serving=False, timeout_s=5)
+            await scene.report(is_serving=True, timeout_s=5)
+    assert len(scene.events_named("engine_lost")) == 1
+    assert len(scene.events_named("engine_not_ready")) == 1
+
+
+@pytest.mark.slow
+async def test_an_engine_that_fails_to_answer_until_the_deadline_ends_the_process(
+    base: Path,
+) -> None:
+    engine = StartingEngine("/server_info", iter([FAILED] * 1000))
+    async with serving(engine) as url:
+        scene = await scene_of(base, url)
+        with pytest.raises(ExceptionGroup) as raised:
+            async with scene.serving(engine_start_timeout_s=1):
+                await scene.report(is_serving=True, timeout_s=600)
+    assert "answers health checks, and failed to answer for 1 s" in str(causes(raised.value))
+
+
+async def test_a_server_that_is_no_engine_is_refused_at_once(base: Path) -> None:
+    missing = web.HTTPNotFound(text="nothing here")
+    engine = StartingEngine("/server_info", iter([missing] * 1000))
+    async with serving(engine) as url:
+        scene = await scene_of(base, url)
+        with pytest.raises(ExceptionGroup) as raised:
+            async with scene.serving():
+                await scene.report(is_serving=True, timeout_s=5)
+    assert "/server_info: HTTP 404: nothing here" in str(causes(raised.value))
