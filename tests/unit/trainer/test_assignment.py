@@ -74,6 +74,25 @@ def test_groups_of_even_cost_take_a_rank_each_and_a_long_one_takes_a_team_beside
     ]
 
 
+def test_teams_to_whose_experts_tokens_travel_run_beside_each_other_if_all_have_room() -> None:
+    """The ranks of a short group need room for the rows of a long one's tokens."""
+    forests = [_bush(6, seed=1), _bush(13, seed=1), _bush(6, seed=1)]
+    apart = [[((0, 2), (1,)), ((2, 3), (0,)), ((3, 4), (2,))]]
+    (planned,) = _plan(forests, world_size=4, budget_bytes=10**9, shape=SPREAD)
+    assert _teams([planned]) == apart
+    alone = TeamPlans(forests, shape=SPREAD, budget_bytes=10**9, head_chunk=8)
+    first, second, _ = planned.teams
+    own = [alone.team(team.ranks, team.groups, count=1) for team in (first, second)]
+    assert second.longest < first.longest
+    assert [first.predicted_bytes] == [team.predicted_bytes for team in own[:1] if team]
+    longest = _whole_bytes(first.longest, shape=SPREAD)
+    assert second.predicted_bytes == longest > _whole_bytes(second.longest, shape=SPREAD)
+    most = max(team.predicted_bytes for team in planned.teams)
+    assert _teams(_plan(forests, world_size=4, budget_bytes=most, shape=SPREAD)) == apart
+    tight = _plan(forests, world_size=4, budget_bytes=most - 1, shape=SPREAD)
+    assert all(team.predicted_bytes < most for each in tight for team in each.teams)
+
+
 def test_a_group_that_fits_a_rank_only_recomputed_is_kept_by_a_team_if_it_is_alone() -> None:
     forest = _bush(8)
     budget = _whole_bytes(forest.token_count) - 1
@@ -127,11 +146,14 @@ def _check_covered(team: Team, forests: Sequence[Forest]) -> None:
 def _check_spread(planned: Round, forests: Sequence[Forest], *, budget_bytes: int) -> None:
     """Every rank may compute experts for as many tokens as the one with most has."""
     layers = planned.recomputed_layers
-    assert all(team.size * len(team.blocks) == 1 for team in planned.teams)
     assert all(team.recomputed_layers == layers for team in planned.teams)
-    tokens = [sum(forests[group].token_count for group in team.groups) for team in planned.teams]
-    held = _whole_bytes(max(tokens), recomputed_layers=layers, shape=SPREAD)
+    assert layers == 0 or all(team.is_whole for team in planned.teams)
+    tokens = max(team.longest for team in planned.teams)
+    held = _whole_bytes(tokens, recomputed_layers=layers, shape=SPREAD)
     assert held <= budget_bytes
+    carried = SPREAD.block_bytes(tokens, chunk=8, is_carried=True)
+    for team in planned.teams:
+        assert team.is_whole or carried <= team.predicted_bytes
 
 
 @settings(max_examples=30, deadline=None)

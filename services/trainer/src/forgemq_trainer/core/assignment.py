@@ -15,8 +15,7 @@ that fit no rank and no team at once run in blocks, in rounds of their own.
 A round lasts as long as its costliest rank in each pass; costs are FLOPs (`token_flops`).
 
 If tokens travel to experts on other ranks, a rank computes rows of all, and its budget counts those
-of the rank with most tokens, beside keys and activations of its own. So a round is then one team,
-or ranks alone with whole groups, all of which recompute as many layers as the one with the most.
+of the rank with most tokens, beside keys and activations of its own (`TeamPlans.beside`).
 """
 
 import itertools
@@ -275,9 +274,10 @@ class _Search:
             team = self._plans.team(ranks, groups, count=count)
             return None if team is None else (team,)
         apart = self._apart(ranks, groups, count=count, limit=limit)
-        # With experts on other ranks nothing could run beside a team of some ranks.
-        is_part = self._shape.expert_ranks > 1 and ranks != (0, self._world_size)
-        if is_part or (apart is not None and _longest(apart) <= limit):
+        is_all = ranks == (0, self._world_size)
+        if is_all and apart is not None and self._shape.expert_ranks > 1:
+            apart = self._plans.beside(apart)
+        if apart is not None and _longest(apart) <= limit:
             return apart
         together = self._plans.team(ranks, groups, count=count)
         if together is None or (apart is not None and _longest(apart) <= _longest((together,))):
@@ -296,14 +296,7 @@ class _Search:
             if of_half is None:
                 return None
             teams.extend(of_half)
-        return self._beside(teams) if self._shape.expert_ranks > 1 else tuple(teams)
-
-    def _beside(self, teams: Sequence[Team]) -> tuple[Team, ...] | None:
-        """The teams, if each may compute experts for the tokens of all; else None."""
-        if len(teams) > 1 and any(team.size * len(team.blocks) > 1 for team in teams):
-            return None
-        # A layer that runs forward again sends tokens to their experts again.
-        return self._plans.recomputing_alike(teams)
+        return tuple(teams)
 
 
 def _longest(teams: tuple[Team, ...]) -> float:

@@ -54,6 +54,16 @@ class Team:
         """Number of ranks."""
         return self.ranks[1] - self.ranks[0]
 
+    @property
+    def is_whole(self) -> bool:
+        """True if a rank alone runs one block, hence without carries."""
+        return self.size * len(self.blocks) == 1
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest range of a rank."""
+        return max(end - start for start, end in itertools.chain(*self.blocks))
+
     def microbatch(self) -> Microbatch:
         """What the only rank of this team runs."""
         return Microbatch(
@@ -177,6 +187,29 @@ class TeamPlans:
             predicted_bytes=microbatch.predicted_bytes,
             flops=passes,
         )
+
+    def beside(self, teams: Sequence[Team]) -> tuple[Team, ...] | None:
+        """Teams of one round, if tokens travel to experts; None if a rank might exceed its budget.
+
+        A rank computes experts for as many tokens as the longest range of the round has, beside
+        keys and activations of its own. It counts as if its own range were that long. A layer that
+        runs forward again sends tokens to their experts again, so all ranks recompute as many
+        layers as the one with the most, and a team of several ranks recomputes none.
+        """
+        if all(team.is_whole for team in teams):
+            return self.recomputing_alike(teams)
+        if any(team.recomputed_layers for team in teams):
+            return None
+        longest = max(team.longest for team in teams)
+        alike = tuple(self._computing_for(longest, team) for team in teams)
+        fits = all(team.predicted_bytes <= self._budget_bytes for team in alike)
+        return alike if fits else None
+
+    def _computing_for(self, tokens: int, team: Team) -> Team:
+        """The team whose ranks count as if their ranges had so many tokens."""
+        peaks = self.shape.peaks(self._head_chunk, is_carried=not team.is_whole)
+        more = most_bytes(peaks, tokens) - most_bytes(peaks, team.longest)
+        return replace(team, predicted_bytes=team.predicted_bytes + more)
 
     def recomputing_alike(self, teams: Sequence[Team]) -> tuple[Team, ...]:
         """Ranks alone, in one block, each recomputing as many layers as the one with the most."""
