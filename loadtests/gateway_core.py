@@ -11,6 +11,8 @@ which looks at everything, in the same run: `over_plain` is the plain way's time
 - tick: four times a second, with N turns in flight on 100 lanes
 - leases_and_bytes: four times a second, with N open episodes
 - change: of one group, with N groups for which an agent waits; plain: every one looks again
+- forget_retired: one of N retired groups that a start has read, until the newest are left; plain: a
+  dict whose oldest key is deleted
 """
 
 import asyncio
@@ -24,7 +26,7 @@ from measurement import Measurement, arguments
 from forgemq_contracts.arrays import pack_ids
 from forgemq_contracts.completions import TurnPart
 from forgemq_contracts.episodes import OpenedEpisode, Sampling
-from forgemq_contracts.groups import AdmittedGroup
+from forgemq_contracts.groups import AdmittedGroup, RetiredGroup
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_gateway.change_signal import ChangeSignal
 from forgemq_gateway.core.attempts import Attempts, Moment
@@ -34,7 +36,7 @@ from forgemq_gateway.core.known_completion import KnownCompletion
 from forgemq_gateway.core.lane_caches import cached_tokens
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.plans import Prepared
-from forgemq_gateway.core.registry import Registry
+from forgemq_gateway.core.registry import RETIRED_STATUSES_MAX, Registry
 from forgemq_gateway.core.replies import Reply
 
 LANES = 100
@@ -254,12 +256,35 @@ def change_plainly(groups: int) -> float:
     return asyncio.run(change_us(groups, notify=ChangeSignal.notify_all))
 
 
+def forget_retired(groups: int) -> float:
+    """Of one group beyond the newest, after so many were read."""
+    registry = Registry()
+    for number in range(RETIRED_STATUSES_MAX + groups):
+        group_id = f"g-{number:x}"
+        registry.apply_retired_group(
+            RetiredGroup(group_id=group_id, domain="d", purpose="train", reason="zero_variance")
+        )
+    begun_s = time.process_time()
+    registry.forget_retired()
+    return (time.process_time() - begun_s) / groups * 1e6
+
+
+def forget_retired_plainly(groups: int) -> float:
+    """The same with a dict, which looks past all that it has deleted for its oldest key."""
+    known = dict.fromkeys(range(RETIRED_STATUSES_MAX + groups))
+    begun_s = time.process_time()
+    while len(known) > RETIRED_STATUSES_MAX:
+        del known[next(iter(known))]
+    return (time.process_time() - begun_s) / groups * 1e6
+
+
 CASES: dict[str, tuple[Callable[[int], float], Callable[[int], float] | None, int]] = {
     "choose": (choose, choose_plainly, 40),
     "heartbeat_held": (heartbeat_held, None, 100),
     "tick": (tick, None, 1000),
     "leases_and_bytes": (leases_and_bytes, None, 1024),
     "change": (change, change_plainly, 64),
+    "forget_retired": (forget_retired, forget_retired_plainly, 10_000),
 }
 
 

@@ -1,16 +1,29 @@
 """A restart reads what open episodes need, and passes over the rest undecoded."""
 
 import io
+import itertools
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from forgemq_bus.log import Emit, Place
+import msgspec
+import pytest
+
+from forgemq_bus.log import Emit, Log, Place, Reader
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
+from forgemq_contracts.curriculum import Curriculum
+from forgemq_contracts.groups import RetiredGroup
+from forgemq_contracts.messages import Output
+from forgemq_contracts.partitions import group_partition
+from forgemq_gateway.core.registry import RETIRED_STATUSES_MAX
+from forgemq_gateway.marks import NEEDED_GROUP
+from forgemq_shell.records import emit_of
 from forgemq_telemetry.telemetry import Telemetry
 from tests.unit.gateway.scripted_lane import GROUP_PARTITIONS, wall_ms
+from tests.unit.gateway.test_task_results import result_of
 from tests.unit.gateway.world import World, configuration_of, running
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -72,3 +85,93 @@ async def test_only_completions_of_open_episodes_are_restored(model: Path) -> No
     assert statuses == [410, 200, 200]
     assert sorted(len(final.manifest) for final in finals) == [1, 2]
     assert letters == {dead: 0}
+
+
+def retired_in(partition: int, count: int) -> list[RetiredGroup]:
+    """So many groups of one partition, in the order in which they retire."""
+    names = (f"g-{number}" for number in itertools.count())
+    of_partition = (
+        n for n in names if group_partition(n, partitions=GROUP_PARTITIONS) == partition
+    )
+    return [
+        RetiredGroup(group_id=name, domain="shop", purpose="train", reason="zero_variance")
+        for name in itertools.islice(of_partition, count)
+    ]
+
+
+async def retire_all(log: Log, groups: dict[int, list[RetiredGroup]]) -> None:
+    """Retire them, and commit that a gateway needs none of their records."""
+    writer = await log.transaction_writer("retiring")
+    outputs = [
+        emit_of(Output(topic=topics.RETIRED_GROUPS.name, partition=partition, record=record))
+        for partition, records in groups.items()
+        for record in records
+    ]
+    await writer.commit(outputs=outputs, group="scheduler", positions={})
+    ends = await log.end_positions([Place(topics.RETIRED_GROUPS.name, n) for n in groups])
+    await writer.commit(outputs=(), group=NEEDED_GROUP, positions=ends)
+    await writer.close()
+
+
+class CountedReader:
+    """A reader that notes the topic of each record that it gives."""
+
+    def __init__(self, reader: Reader, given: Counter[str]) -> None:
+        self._reader, self._given = reader, given
+
+    async def read(self, **limits: Any) -> Any:
+        records = await self._reader.read(**limits)
+        self._given.update(record.topic for record in records)
+        return records
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+
+class CountedLog:
+    """A log with such readers."""
+
+    def __init__(self, log: Log, given: Counter[str]) -> None:
+        self._log, self._given = log, given
+
+    async def reader(self, *of: Any, **how: Any) -> CountedReader:
+        return CountedReader(await self._log.reader(*of, **how), self._given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._log, name)
+
+
+@pytest.mark.slow
+async def test_a_start_reads_no_more_retired_groups_than_it_tells_of(model: Path) -> None:
+    retired = {n: retired_in(n, RETIRED_STATUSES_MAX) for n in range(GROUP_PARTITIONS)}
+    opener, given = log_store(), Counter[str]()
+    async with running(opener, configuration_of(model), lambda _: "yes") as (world, _):
+        await world.stop()
+        await retire_all(world.log, retired)
+        world.open_log = lambda: CountedLog(opener(), given)
+        await world.start_another()
+        ends = [record for records in retired.values() for record in (records[0], records[-1])]
+        asked = [f"/v1/groups/{record.group_id}" for record in ends]
+        answers = [(await world.admin("GET", path)).status_code for path in asked]
+    assert answers == [404, 200] * GROUP_PARTITIONS
+    assert 0 < given[topics.RETIRED_GROUPS.name] <= RETIRED_STATUSES_MAX
+
+
+async def test_of_groups_before_the_newest_a_start_knows_the_result_alone(model: Path) -> None:
+    run = configuration_of(model)
+    curriculum = Curriculum(sampler="age", tasks=20)
+    queue = msgspec.structs.replace(run.queues[0], curriculum=curriculum)
+    configuration = msgspec.structs.replace(run, queues=(queue,))
+    retired = [
+        msgspec.structs.replace(record, result=result_of(index))
+        for index, record in enumerate(retired_in(0, RETIRED_STATUSES_MAX // GROUP_PARTITIONS + 9))
+    ]
+    async with running(log_store(), configuration, lambda _: "yes") as (world, _):
+        await world.stop()
+        await retire_all(world.log, {0: retired})
+        await world.start_another()
+        asked = [f"/v1/groups/{record.group_id}" for record in (retired[0], retired[-1])]
+        answers = [(await world.admin("GET", path)).status_code for path in asked]
+        told = (await world.admin("GET", "/v1/domains/shop/results?after=0")).json()["results"]
+    assert answers == [404, 200]
+    assert told[0]["number"] == 1

@@ -2,7 +2,7 @@
 
 A start knows from the owners' record which groups were ever requested. It begins where `marks.py`
 has committed, since earlier records belong to retired groups. Trained steps are read in full,
-retired groups further back for their reasons, heartbeats only at their end.
+retired groups further back for their reasons and results, heartbeats only at their end.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from forgemq_contracts.completions import (
     RequestedCompletion,
 )
 from forgemq_contracts.domains import has_live_streams
+from forgemq_contracts.groups import RetiredGroup
 from forgemq_contracts.ownership import OwnedRun
 from forgemq_contracts.topic import Topic
 from forgemq_gateway import ownership
@@ -55,6 +56,9 @@ class Restore:
         self._registry = context.registry
         self._read_back = context.read_back
         self._asked_before: Sequence[int] = ()
+        self._known_from: dict[Place, int] = {}
+        """By partition of retired groups; of those before, only a result counts."""
+        self._has_curriculum = any(q.curriculum is not None for q in self._configuration.queues)
 
     async def run(self, newest: OwnedRun | None) -> dict[Place, int]:
         """Apply what every gateway knows; returns from where it is to be followed.
@@ -138,7 +142,9 @@ class Restore:
         if self._applying.is_of_other(record, numbers):
             return
         decoded = await self._applying.decoded(record)
-        if decoded is not None and not self._has_ended(decoded):
+        if isinstance(decoded, RetiredGroup) and record.offset < self._known_from[record.place]:
+            self._registry.apply_result(decoded)
+        elif decoded is not None and not self._has_ended(decoded):
             self._applying.restore(decoded, record)
 
     async def _starts(
@@ -155,15 +161,22 @@ class Restore:
             if place.topic == topics.REQUESTED_GROUPS.name:
                 start = min(start, self._unasked_from(place))
             if place.topic == topics.RETIRED_GROUPS.name:
-                start = min(start, ends[place] - RETIRED_STATUSES_MAX)
-                if any(queue.curriculum is not None for queue in self._configuration.queues):
-                    start = first  # Their results are served for the life of the run.
+                start = min(start, ends[place] - self._statuses_max)
+                self._known_from[place] = start
+                if self._has_curriculum:
+                    start = first  # Its results are served for the life of the run.
             if place.topic in _REPORTS:
                 start = ends[place] - _REPORTS_READ_MAX
             if place == ownership.PLACE:
                 start = await ownership.tail_start(self._log)
             starts[place] = max(first, start)
         return starts
+
+    @property
+    def _statuses_max(self) -> int:
+        """Of each partition as many: all of one would leave no place for those of another."""
+        partitions = topics.partition_count(topics.RETIRED_GROUPS, self._configuration)
+        return RETIRED_STATUSES_MAX // partitions
 
     def _unasked_from(self, place: Place) -> int:
         """From where on requested groups are not among the keys of the owners' record."""

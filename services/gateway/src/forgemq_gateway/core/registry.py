@@ -4,6 +4,7 @@ A restart and a serving gateway apply the same records. What clients ask for cha
 way: the record is written first, then applied.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -66,7 +67,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.groups: dict[str, Group] = {}
-        self.retired: dict[str, GroupStatus] = {}
+        self.retired: OrderedDict[str, GroupStatus] = OrderedDict()  # as of `RetiredIds`
         self.asked = AskedKeys()
         self.results: dict[str, TaskResults] = {}
         self.steps_trained = 0
@@ -111,8 +112,7 @@ class Registry:
 
     def apply_retired_group(self, record: RetiredGroup) -> Group | None:
         """Drop the group and its trees; returns it, so that its open turns can be ended."""
-        if record.result is not None:
-            self.results.setdefault(record.domain, TaskResults()).add(record.result)
+        self.apply_result(record)
         group = self.groups.pop(record.group_id, None)
         if group is not None:
             self._held.total -= len(group.facts.task)
@@ -130,13 +130,18 @@ class Registry:
             )
         return group
 
+    def apply_result(self, record: RetiredGroup) -> None:
+        """Note the result of a curriculum's group."""
+        if record.result is not None:
+            self.results.setdefault(record.domain, TaskResults()).add(record.result)
+
     def forget_retired(self) -> None:
         """Keep the newest `RETIRED_STATUSES_MAX`; call it when all that was read is applied.
 
         Not before: a record of a group may be read after its retirement.
         """
         while len(self.retired) > RETIRED_STATUSES_MAX:
-            del self.retired[next(iter(self.retired))]
+            self.retired.popitem(last=False)
 
     def apply_opened_episode(
         self, record: OpenedEpisode, *, lease_until_s: float
