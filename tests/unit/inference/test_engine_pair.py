@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from forgemq_contracts.engine_report import ModelInfo
 from forgemq_inference import engine_pair
-from forgemq_inference.engine import Engine, EngineError, EngineRefusedError, ModelInfo, ServerInfo
+from forgemq_inference.engine import Engine, EngineError, EngineRefusedError, ServerInfo
 from forgemq_inference.engine_pair import EnginePair, check_pair, room_of
 
 BODY = {"rid": "r1.0.1", "input_ids": [5, 6, 7]}

@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from forgemq_contracts.engine_report import ModelInfo
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.weights import EngineLoad
 from forgemq_inference.core.engine_load import EngineMeter
@@ -25,11 +26,10 @@ from forgemq_inference.engine import (
     EngineRefusedError,
     EngineUnreachableError,
     EngineUnreadyError,
-    ModelInfo,
     ServerInfo,
 )
 from forgemq_inference.engine_pair import LaneEngine
-from forgemq_inference.limits import check_quantization, engine_limits
+from forgemq_inference.limits import check_engine, engine_limits
 from forgemq_inference.pause_clock import PauseClock
 from forgemq_inference.reports import Reports
 from forgemq_inference.requests import NOT_SERVING, Requests
@@ -135,14 +135,13 @@ class Attachment:
                     ) from error
             await asyncio.sleep(_POLL_S)
 
-    async def _wait_ready(self) -> ServerInfo:
-        """Ask what the engine is, again while it answers that it failed; returns its limits."""
+    async def _wait_ready(self) -> tuple[ModelInfo, ServerInfo]:
+        """What the engine says of itself; asked again while it answers that it failed."""
         deadline_s = time.monotonic() + self._settings.engine_start_timeout_s
         said = ""
         while True:
             try:
-                await self._engine.model_info()
-                return await self._engine.server_info()
+                return await self._engine.model_info(), await self._engine.server_info()
             except EngineUnreadyError as error:
                 if time.monotonic() > deadline_s:
                     raise EngineRefusedError(
@@ -156,19 +155,14 @@ class Attachment:
 
     async def _attach_engine(self) -> None:
         started_s, paused_s = time.monotonic(), self._pauses.total_s
-        server = await self._wait_ready()
+        info, server = await self._wait_ready()
+        model = self._configuration.model
+        await check_engine(server, info, model=model, url=self._engine.url)
         await self._tidy_engine()
-        if server.disaggregation_mode not in (None, "null"):
-            raise EngineRefusedError(
-                f"{self._engine.url} is a {server.disaggregation_mode} engine: the lane needs "
-                "FORGEMQ_INFERENCE_PREFILL_URL, and FORGEMQ_INFERENCE_ENGINE_URL of a decode engine"
-            )
-        quantization = self._configuration.model.engine_quantization
-        check_quantization(server, named=quantization, url=self._engine.url)
         limits = await engine_limits(
             server,
-            model_path=self._configuration.model.path,
-            context_tokens_max=self._configuration.model.context_tokens_max,
+            model_path=model.path,
+            context_tokens_max=model.context_tokens_max,
         )
         if limits.experts is not None and not limits.records_routes:
             # Without routes the trainer chooses experts by itself: part of G5's gap is routing.

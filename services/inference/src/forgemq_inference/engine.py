@@ -4,11 +4,12 @@ import base64
 import io
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import aiohttp
 import msgspec
 
+from forgemq_contracts.engine_report import EngineReport, ModelInfo, Positive
 from forgemq_contracts.weight_buckets import TensorSpec
 from forgemq_contracts.weights import Rendezvous
 from forgemq_inference.core.engine_answer import EngineAnswer, EngineProgress
@@ -63,34 +64,15 @@ class Listener(Protocol):
         ...
 
 
-_Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
-
-
-class ModelInfo(msgspec.Struct, frozen=True):
-    """What /model_info says is loaded.
-
-    Attributes:
-        weight_version: The weights' name.
-        model_path: The folder that the engine has read last; "" if it does not say.
-    """
-
-    weight_version: str
-    model_path: str = ""
-
-
-class ServerInfo(msgspec.Struct, frozen=True):
+class ServerInfo(EngineReport, frozen=True):
     """What /server_info says: limits in tokens, and options of the start."""
 
-    max_total_num_tokens: _Positive
-    max_req_input_len: _Positive
-    context_length: _Positive | None = None
-    tp_size: _Positive = 1
+    context_length: Positive | None = None
+    tp_size: Positive = 1
     enable_return_routed_experts: bool = False
     hicache_storage_backend: str | None = None
     device: str = "cpu"
     speculative_algorithm: str | None = None
-    quantization: str | None = None
-    disaggregation_mode: str | None = None
     disaggregation_bootstrap_port: int | None = None
 
 

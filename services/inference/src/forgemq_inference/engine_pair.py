@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from forgemq_contracts.engine_report import ModelInfo
 from forgemq_contracts.weight_buckets import TensorSpec
 from forgemq_contracts.weights import Rendezvous
 from forgemq_inference.core.engine_answer import EngineAnswer
@@ -32,7 +33,6 @@ from forgemq_inference.engine import (
     EngineRefusedError,
     EngineUnreachableError,
     Listener,
-    ModelInfo,
     Selector,
     ServerInfo,
 )

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import msgspec
 
+from forgemq_contracts.engine_report import ModelInfo, size_refusal, start_refusal
+from forgemq_contracts.run import Model
 from forgemq_inference.core.engine_limits import EngineLimits
 from forgemq_inference.core.routes import Experts
 from forgemq_inference.engine import EngineRefusedError, ServerInfo
-
-_FORMATS = {"fp8_blocks": "fp8"}
-"""SGLang's names of formats, by the run's."""
 
 
 class ModelFolderError(Exception):
@@ -28,23 +27,31 @@ class _ModelConfig(_TextConfig, frozen=True):
     text_config: _TextConfig | None = None
 
 
-def check_quantization(server: ServerInfo, *, named: str, url: str) -> None:
-    """Refuse an engine that holds weights in another format than the trainer publishes.
+async def check_engine(server: ServerInfo, info: ModelInfo, *, model: Model, url: str) -> None:
+    """Refuse an engine that was started otherwise than the run needs, or has other sizes.
 
     Args:
         server: The engine's report.
-        named: The run's `model.engine_quantization`.
+        info: What it has loaded.
+        model: Of the run.
         url: Of the engine, for the error.
 
     Raises:
         EngineRefusedError: names the field and what the engine has.
     """
-    held, wanted = server.quantization or "none", _FORMATS.get(named, named)
-    if held != wanted:
-        raise EngineRefusedError(
-            f"model.engine_quantization is {named}, which needs an engine with --quantization "
-            f"{wanted}; that of {url} is {held}"
-        )
+    folders = (info.model_path, model.path)
+    held, wanted = [await asyncio.to_thread(_config_in, folder) for folder in folders]
+    refusal = start_refusal(server, model, url=url) or size_refusal(held, wanted, url=url)
+    if refusal:
+        raise EngineRefusedError(refusal)
+
+
+def _config_in(folder: str) -> bytes:
+    """The model's config.json; b"" if there is none on this machine."""
+    try:
+        return (Path(folder) / "config.json").read_bytes() if folder else b""
+    except OSError:
+        return b""
 
 
 async def engine_limits(

@@ -27,10 +27,10 @@ from forgemq_contracts.lane_routes import (
 )
 from forgemq_contracts.lanes import LANE_LAPSE_MS
 from forgemq_launcher import exit_status
+from forgemq_launcher.commands.asked_engine import engine_refusal
 from forgemq_launcher.commands.own_gateway import RunGateway
 from forgemq_launcher.core.configuration import ConfigurationError
 from forgemq_launcher.display.lines import say, show
-from forgemq_launcher.upkeep.named_engines import health_refusal
 
 ANSWER_TIMEOUT_S = 30.0
 """A gateway that starts holds its first requests until it has read its topics, seconds."""
@@ -61,14 +61,14 @@ def add_lane(gateway: RunGateway, console: Console, *, lane: int | None, engine_
     """Let the run have another lane, and print all of them.
 
     Raises:
-        LaneRefusedError: its engine does not answer from this machine, on which the run is up; or
-            as the gateway says.
+        LaneRefusedError: asked from this machine, on which the run is up, its engine does not
+            answer, or cannot serve this run; or as the gateway says.
         GatewayAwayError: the gateway does not answer.
     """
     engine_url = engine_url.rstrip("/")
     addition = _addition(lane, engine_url)
-    if engine_url and gateway.is_here and (why := health_refusal(engine_url)):
-        raise LaneRefusedError(f"--engine: {engine_url} does not answer a health check: {why}")
+    if engine_url and gateway.model and (why := engine_refusal(engine_url, gateway.model)):
+        raise LaneRefusedError(f"--engine: {why}")
     added = _asked(gateway, ADD_LANE, LaneStatus, body=addition)
     say(console, f"lane {added.lane} is added; it takes requests once its engine serves")
     if not gateway.is_here:

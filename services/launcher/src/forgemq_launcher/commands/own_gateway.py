@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from forgemq_contracts.run import Model
 from forgemq_launcher.run_folder import RunFolder, RunFolderError, first_key
 from forgemq_launcher.run_key import run_key
 from forgemq_launcher.upkeep.services import base_url, has_tls
@@ -19,6 +20,8 @@ class RunGateway(NamedTuple):
     admin_key: str
     is_here: bool
     """Whether a launcher on this machine holds the run."""
+    model: Model | None = None
+    """Of a run that is here."""
 
 
 def run_gateway(folder: RunFolder, environ: Mapping[str, str], *, host: str) -> RunGateway:
@@ -38,11 +41,11 @@ def run_gateway(folder: RunFolder, environ: Mapping[str, str], *, host: str) -> 
         file = environ.get(f"{ADMIN_KEY}_FILE")
         key = first_key(Path(file)) if file else environ.get(ADMIN_KEY, "")
         return RunGateway(named.rstrip("/"), key, is_here=False)
-    folder.configuration()
+    model = folder.configuration().model
     if not folder.is_up():
         raise RunFolderError(
             f"run {folder.run} is not up: start it with --resume, or set {GATEWAY_URL}"
         )
     key = run_key(folder, environ).present()
     url = base_url(host, folder.gateway_port(), is_tls=has_tls(environ, "gateway"))
-    return RunGateway(url, key, is_here=True)
+    return RunGateway(url, key, is_here=True, model=model)
