@@ -13,6 +13,10 @@ from forgemq_run_view.state import Activity, EngineState, RatePoint
 RATE_SPAN_MS = 20_000
 """Tokens per second are a mean over this time: a shorter one shows single turns."""
 
+SECOND_MS = 1000
+SECONDS_KEPT_MAX = 600
+"""With tokens. More than that mean needs, as clocks of several machines differ."""
+
 LOADS_KEPT_MAX = 8
 """Of each lane: its heartbeat is at most a second behind."""
 
@@ -32,7 +36,7 @@ class EngineBook:
     def __init__(self) -> None:
         self._reported: dict[int, ReportedEngine] = {}
         self._loads: dict[int, deque[LoadedWeights]] = {}
-        self._recent: deque[tuple[int, int]] = deque()
+        self._seconds: dict[int, int] = {}
         self._activity: dict[str, tuple[int, int]] = {}
         self._buckets: dict[int, int] = {}
         self._unaudited: dict[str, tuple[int, int]] = {}
@@ -62,9 +66,9 @@ class EngineBook:
 
     def tokens_per_s(self, *, now_ms: int) -> float:
         """Generated tokens per second over the last `RATE_SPAN_MS`."""
-        while self._recent and self._recent[0][0] < now_ms - RATE_SPAN_MS:
-            self._recent.popleft()
-        return sum(tokens for _, tokens in self._recent) * 1000 / RATE_SPAN_MS
+        oldest = (now_ms - RATE_SPAN_MS) // SECOND_MS
+        recent = sum(tokens for second, tokens in self._seconds.items() if second >= oldest)
+        return recent * 1000 / RATE_SPAN_MS
 
     def rates(self) -> tuple[RatePoint, ...]:
         """Tokens per second over the last two hours, oldest first; empty intervals are left out."""
@@ -88,11 +92,8 @@ class EngineBook:
             self._unaudited[record.group_id] = (completions + 1, before + tokens)
             self.completions += 1
             self.tokens_generated += tokens
-        self._recent.append((time_ms, tokens))
-        bucket = time_ms // BUCKET_MS
-        self._buckets[bucket] = self._buckets.get(bucket, 0) + tokens
-        if len(self._buckets) > BUCKETS_KEPT_MAX:
-            del self._buckets[min(self._buckets)]
+        _add(self._seconds, time_ms // SECOND_MS, tokens, kept_max=SECONDS_KEPT_MAX)
+        _add(self._buckets, time_ms // BUCKET_MS, tokens, kept_max=BUCKETS_KEPT_MAX)
 
     def engines(self) -> tuple[EngineState, ...]:
         """Every lane that has reported itself, by number."""
@@ -133,3 +134,10 @@ class EngineBook:
             if (load.epoch, load.lineage, load.version) == reported:
                 return load
         return None
+
+
+def _add(sums: dict[int, int], time: int, tokens: int, *, kept_max: int) -> None:
+    """Add to the sum of this time; of more than `kept_max` sums the oldest goes."""
+    sums[time] = sums.get(time, 0) + tokens
+    if len(sums) > kept_max:
+        del sums[min(sums)]

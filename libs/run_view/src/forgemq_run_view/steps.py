@@ -1,12 +1,17 @@
 """Optimizer steps of the lineage that survives."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from operator import itemgetter
 
-from forgemq_contracts.groups import ScoredGroup
+from msgspec.structs import replace
+
+from forgemq_contracts.groups import RetiredGroup, ScoredGroup
 from forgemq_contracts.messages import Message
-from forgemq_contracts.steps import ScheduledGroup, ScheduledStep, TrainedStep
+from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_run_view.state import StepAlarm, StepPoint, TrainedGroups
+from forgemq_run_view.step_samples import StepSamples
 
 
 def surviving(steps: Iterable[TrainedStep]) -> dict[int, TrainedStep]:
@@ -31,12 +36,30 @@ GAP_SHARE = 0.99
 """Of the tokens have a log-probability gap of at most the quantile that is shown."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Totals of a scheduled step."""
+
+    staleness_bound: int
+    policy_age: float | None
+    groups: Counter[tuple[str, int]]  # by domain and staleness
+
+    @classmethod
+    def of(cls, scheduled: ScheduledStep) -> "_Plan":
+        counted = Counter((group.domain, group.staleness) for group in scheduled.groups)
+        return cls(scheduled.staleness_bound, _policy_age(scheduled), counted)
+
+
 class StepBook:
-    """Steps as scheduled and as trained."""
+    """Steps as scheduled and as trained, with totals of their groups.
+
+    Of no step it keeps its groups one by one: a run has very many, and its state is asked for
+    every second.
+    """
 
     def __init__(self) -> None:
-        self._scheduled: dict[int, ScheduledStep] = {}
-        self._samples: dict[str, int] = {}
+        self._plans: dict[int, _Plan] = {}
+        self._samples = StepSamples()
         self._trained: dict[tuple[int, int], tuple[TrainedStep, int]] = {}
         self._kept: dict[int, TrainedStep] | None = None
 
@@ -44,13 +67,17 @@ class StepBook:
         """Take in one record; records of other kinds are ignored."""
         match message.record:
             case ScheduledStep() as record:
-                self._scheduled[record.step] = record
+                self._plans[record.step] = _Plan.of(record)
             case ScoredGroup() as record if not record.not_trainable:
-                self._samples.setdefault(record.group_id, len(record.completions))
+                self._samples.score(record)
             case TrainedStep() as record:
+                self._samples.train(record)
                 key = (record.step, record.lineage)
-                self._trained.setdefault(key, (record, message.timestamp_ms))
+                kept = replace(record, group_ids=(), failed_group_ids=())
+                self._trained.setdefault(key, (kept, message.timestamp_ms))
                 self._kept = None
+            case RetiredGroup() as record:
+                self._samples.retire(record)
             case _:
                 pass
 
@@ -66,19 +93,17 @@ class StepBook:
             _point(
                 record,
                 time_ms=self._trained[(record.step, record.lineage)][1],
-                scheduled=self._scheduled.get(record.step),
-                samples=sum(self._samples.get(group_id, 0) for group_id in record.group_ids),
+                plan=self._plans.get(record.step),
+                samples=self._samples.of(record.step),
             )
             for record in self._surviving().values()
         )
 
     def trained_groups(self) -> tuple[TrainedGroups, ...]:
         """Groups that surviving steps trained, by domain and staleness."""
-        counted = Counter(
-            (group.domain, group.staleness)
-            for step in self._surviving()
-            for group in self._groups_of(step)
-        )
+        counted: Counter[tuple[str, int]] = Counter()
+        for groups in self._groups():
+            counted.update(groups)
         return tuple(
             TrainedGroups(domain=domain, staleness=staleness, groups=groups)
             for (domain, staleness), groups in sorted(counted.items())
@@ -87,16 +112,15 @@ class StepBook:
     def staleness(self) -> dict[str, int]:
         """By domain, the largest staleness in the newest surviving step that trained any of it."""
         newest: dict[str, int] = {}
-        for step in self._surviving():
-            own: dict[str, int] = {}
-            for group in self._groups_of(step):
-                own[group.domain] = max(own.get(group.domain, 0), group.staleness)
-            newest |= own
+        for groups in self._groups():
+            # By staleness: the largest one of a domain comes last.
+            newest |= dict(sorted(groups, key=itemgetter(1)))
         return newest
 
-    def _groups_of(self, step: int) -> tuple[ScheduledGroup, ...]:
-        scheduled = self._scheduled.get(step)
-        return scheduled.groups if scheduled else ()
+    def _groups(self) -> Iterator[Counter[tuple[str, int]]]:
+        """The counts of each surviving step, in order."""
+        plans = (self._plans.get(step) for step in self._surviving())
+        return (plan.groups for plan in plans if plan)
 
     def alarms(self) -> tuple[StepAlarm, ...]:
         """The alarms of the surviving steps, in order."""
@@ -121,9 +145,7 @@ def _policy_age(scheduled: ScheduledStep) -> float | None:
     return sum(group.staleness * group.loss_tokens for group in scheduled.groups) / tokens
 
 
-def _point(
-    record: TrainedStep, *, time_ms: int, scheduled: ScheduledStep | None, samples: int
-) -> StepPoint:
+def _point(record: TrainedStep, *, time_ms: int, plan: _Plan | None, samples: int) -> StepPoint:
     metrics = record.metrics
     gap = metrics.measured_gap()
     return StepPoint(
@@ -139,7 +161,7 @@ def _point(
         append_tokens=metrics.append_tokens,
         attention_pairs=metrics.attention_pairs,
         staleness_max=metrics.staleness_max,
-        staleness_bound=scheduled.staleness_bound if scheduled else None,
+        staleness_bound=plan.staleness_bound if plan else None,
         logprob_gap_mean=gap.mean if gap else None,
         logprob_gap_p99=gap.quantile(GAP_SHARE) if gap else None,
         logprob_gap_max=gap.max if gap else None,
@@ -150,7 +172,7 @@ def _point(
         ratio_p99=metrics.ratio_p99,
         duration_s=record.duration_s,
         samples=samples,
-        policy_age=_policy_age(scheduled) if scheduled else None,
+        policy_age=plan.policy_age if plan else None,
         nll_supervised=metrics.nll_supervised if metrics.supervised_tokens else None,
         kl_teacher=metrics.kl_teacher or None,  # Of a run without a teacher it is exactly 0.
     )
