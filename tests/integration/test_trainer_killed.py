@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -20,7 +19,7 @@ from stand_in_lane import heartbeat
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_contracts import topics
-from forgemq_weight_relay import Receiver
+from forgemq_weight_relay import Receiver, WeightsKey
 from tests.integration.killed_trainer import killed_configuration
 from tests.unit.trainer.bench import Bench, create_topics
 from tests.unit.trainer.scene import (
@@ -42,27 +41,59 @@ RECORDED: Steps = [(0, 1), (1, 1), (2, 2)]
 AFTER_STEP_1: Versions = ["2.2", "2.3*", "2.3"]
 AFTER_STEP_0: Versions = ["2.1", "2.2*", *AFTER_STEP_1]
 
-_long = partial(pytest.param, marks=pytest.mark.long)
+BY_RELAY = {"FORGEMQ_TRAINER_FAST_PATH": "relay"}
+"""What the lane of this test takes; for any other way the trainer would wait until its deadline."""
+
+RELAY_S = 10.0
+"""For weights that were published to reach a lane of the same machine."""
 
 
-async def _bench(log: KafkaLog, folder: Path) -> Bench:
+@asynccontextmanager
+async def _begun(bootstrap: str, run: str, folder: Path) -> AsyncIterator[Bench]:
+    """A run whose trees and steps are on the log."""
+    blobs = BlobStore(str(folder / "blobs"), run=run)
+    log = KafkaLog(KafkaConnection(bootstrap=bootstrap), run=run, blobs=blobs)
     await create_topics(log)
     save_base(folder / "base")
-    bench = Bench(log, lambda: log, killed_configuration(folder / "base"), folder / "trainer")
+    bench = Bench(
+        log,
+        lambda: log,
+        killed_configuration(folder / "base"),
+        folder / "trainer",
+        environ=BY_RELAY,
+    )
     generator = np.random.default_rng(0)
     trees = [merge(agent_samples(generator), f"g-{number}") for number in range(6)]
     await bench.put_trees(trees)
     steps = [scheduled_step(step, trees[2 * step : 2 * step + 2]) for step in range(3)]
     await bench.put_steps([*steps[:2], msgspec.structs.replace(steps[2], is_last=True)])
-    return bench
+    try:
+        yield bench
+    finally:
+        await log.close()
+
+
+@pytest.fixture(scope="module")
+def whole_sha256(
+    kafka_bootstrap: str, new_run_id: Callable[[], str], tmp_path_factory: pytest.TempPathFactory
+) -> str:
+    """Of the last weights of the same run without a kill."""
+
+    async def trained() -> str:
+        async with _begun(kafka_bootstrap, new_run_id(), tmp_path_factory.mktemp("whole")) as bench:
+            await bench.train(until=2)
+            return (await bench.published())[-1].sha256
+
+    return asyncio.run(trained())
 
 
 @asynccontextmanager
-async def _reporting_lane(bench: Bench, folder: Path, run: str) -> AsyncIterator[None]:
+async def _reporting_lane(bench: Bench, folder: Path) -> AsyncIterator[Receiver]:
     """A lane that takes relayed weights, as long as the block lasts."""
 
     def ignore(*_: object) -> None: ...
 
+    run = bench.configuration.run
     receiver = Receiver(folder, run=run, host="127.0.0.1", on_relayed=ignore, on_broken=ignore)
 
     async def report_on() -> None:
@@ -73,7 +104,7 @@ async def _reporting_lane(bench: Bench, folder: Path, run: str) -> AsyncIterator
 
     reporting = asyncio.create_task(report_on())
     try:
-        yield
+        yield receiver
     finally:
         reporting.cancel()
         receiver.close()
@@ -83,48 +114,38 @@ async def _reporting_lane(bench: Bench, folder: Path, run: str) -> AsyncIterator
     ("point", "steps", "versions"),
     [
         ("between two updates", TRAINED_AGAIN, ["1.0", "1.1", *AFTER_STEP_0]),
-        _long("before the weights are written", TRAINED_AGAIN, ["1.0", "1.1", *AFTER_STEP_0]),
-        _long("after the weights are written", TRAINED_AGAIN, ["1.0", "1.1", *AFTER_STEP_0]),
+        ("before the weights are written", TRAINED_AGAIN, ["1.0", "1.1", *AFTER_STEP_0]),
+        ("after the weights are written", TRAINED_AGAIN, ["1.0", "1.1", *AFTER_STEP_0]),
         ("after the early publication", TRAINED_AGAIN, ["1.0", "1.1", "1.2*", *AFTER_STEP_0]),
-        _long("after the durable copy", TRAINED_AGAIN, ["1.0", "1.1", "1.2*", *AFTER_STEP_0]),
-        _long("after the publication", TRAINED_AGAIN, ["1.0", "1.1", "1.2*", "1.2", *AFTER_STEP_0]),
+        ("after the durable copy", TRAINED_AGAIN, ["1.0", "1.1", "1.2*", *AFTER_STEP_0]),
+        ("after the publication", TRAINED_AGAIN, ["1.0", "1.1", "1.2*", "1.2", *AFTER_STEP_0]),
         ("after the checkpoint", RECORDED, ["1.0", "1.1", "1.2*", "1.2", *AFTER_STEP_1]),
-        _long("after the record", RECORDED, ["1.0", "1.1", "1.2*", "1.2", *AFTER_STEP_1]),
+        ("after the record", RECORDED, ["1.0", "1.1", "1.2*", "1.2", *AFTER_STEP_1]),
     ],
 )
 async def test_a_kill_within_a_step_or_while_it_is_saved_loses_and_repeats_nothing(
     kafka_bootstrap: str,
     new_run_id: Callable[[], str],
     tmp_path: Path,
+    whole_sha256: str,
     point: str,
     steps: Steps,
     versions: Versions,
 ) -> None:
     """After a restart the records are those of the table, the last bytes those without a kill."""
-    digests = []
-    for name in ("killed", "whole"):
-        run, folder = new_run_id(), tmp_path / name
-        folder.mkdir()
-        blobs = BlobStore(str(folder / "blobs"), run=run)
-        log = KafkaLog(KafkaConnection(bootstrap=kafka_bootstrap), run=run, blobs=blobs)
-        bench = await _bench(log, folder)
-        if name == "killed":
-            async with _reporting_lane(bench, folder / "lane", run):
-                dying = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    *("-m", "tests.integration.killed_trainer"),
-                    *(kafka_bootstrap, run, str(folder), point),
-                )
-                assert await asyncio.wait_for(dying.wait(), 120) == -signal.SIGKILL
-                await bench.train(until=2, lineage=2)
-            assert [(step.step, step.lineage) for step in await bench.trained()] == steps
-            found = [
-                f"{each.lineage}.{each.version}{'' if each.is_durable else '*'}"
-                for each in await bench.published()
-            ]
-            assert found == versions
-        else:
-            await bench.train(until=2)
-        digests.append((await bench.published())[-1].sha256)
-        await log.close()
-    assert digests[0] == digests[1]
+    run = new_run_id()
+    async with _begun(kafka_bootstrap, run, tmp_path) as bench:
+        async with _reporting_lane(bench, tmp_path / "lane") as lane:
+            dying = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "tests.integration.killed_trainer"),
+                *(kafka_bootstrap, run, str(tmp_path), point),
+            )
+            assert await asyncio.wait_for(dying.wait(), 120) == -signal.SIGKILL
+            await bench.train(until=2, lineage=2)
+            assert lane.wait(WeightsKey(2, 3), timeout_s=RELAY_S) is not None
+        assert [(step.step, step.lineage) for step in await bench.trained()] == steps
+        published = await bench.published()
+    found = [f"{each.lineage}.{each.version}{'' if each.is_durable else '*'}" for each in published]
+    assert found == versions
+    assert published[-1].sha256 == whole_sha256
