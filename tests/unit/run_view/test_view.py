@@ -11,6 +11,7 @@ from forgemq_contracts.run import EndedRun
 from forgemq_contracts.topics import (
     ADMITTED_GROUPS,
     ENDED_RUNS,
+    REPORTED_ENGINES,
     SCORED_GROUPS,
     STARTED_RUNS,
     TRAINED_STEPS,
@@ -56,6 +57,18 @@ def test_the_order_in_which_topics_are_read_changes_nothing(run):
         assert msgspec.structs.replace(state_of(shuffled), tokens_per_s=0.0) == (
             msgspec.structs.replace(expected, tokens_per_s=0.0)
         )
+
+
+def test_a_lane_is_shown_as_it_last_reported_also_if_its_clock_was_set_back(run):
+    report = next(m.record for m in reversed(run.messages) if m.topic == REPORTED_ENGINES.name)
+    hour_ms = 3_600_000
+    for at_ms, running in ((5 * hour_ms, 7), (4 * hour_ms, 2)):
+        run.put(
+            REPORTED_ENGINES,
+            msgspec.structs.replace(report, running=running, reported_ms=at_ms),
+        )
+    [engine] = state_of(run.messages).engines
+    assert (engine.running, engine.reported_ms) == (2, 4 * hour_ms)
 
 
 def test_staleness_is_shown_by_queue_of_the_newest_step_and_counted_over_all(run):

@@ -34,7 +34,8 @@ class EngineBook:
     """
 
     def __init__(self) -> None:
-        self._reported: dict[int, ReportedEngine] = {}
+        self._reported: dict[int, tuple[int, ReportedEngine]] = {}
+        """Of each lane the newest report, and its offset."""
         self._loads: dict[int, deque[LoadedWeights]] = {}
         self._seconds: dict[int, int] = {}
         self._activity: dict[str, tuple[int, int]] = {}
@@ -52,7 +53,7 @@ class EngineBook:
         self._activity[producer] = (records + 1, max(last_ms, message.timestamp_ms))
         match message.record:
             case ReportedEngine() as record:
-                self._apply_report(record)
+                self._apply_report(record, offset=message.offset)
             case LoadedWeights() as record:
                 self._loads.setdefault(record.lane, deque(maxlen=LOADS_KEPT_MAX)).append(record)
             case PublishedWeights() as record:
@@ -97,7 +98,7 @@ class EngineBook:
 
     def engines(self) -> tuple[EngineState, ...]:
         """Every lane that has reported itself, by number."""
-        return tuple(self._engine(record) for _, record in sorted(self._reported.items()))
+        return tuple(self._engine(record) for _, (_, record) in sorted(self._reported.items()))
 
     def activity(self) -> tuple[Activity, ...]:
         """What each service has written, by its name."""
@@ -106,10 +107,11 @@ class EngineBook:
             for service, (records, last_ms) in sorted(self._activity.items())
         )
 
-    def _apply_report(self, record: ReportedEngine) -> None:
-        known = self._reported.get(record.lane)
-        if known is None or (record.epoch, record.reported_ms) >= (known.epoch, known.reported_ms):
-            self._reported[record.lane] = record
+    def _apply_report(self, record: ReportedEngine, *, offset: int) -> None:
+        """Keep the newest by the log: a process's clock may be set back between two reports."""
+        known_offset, known = self._reported.get(record.lane, (offset, record))
+        if (record.epoch, offset) >= (known.epoch, known_offset):
+            self._reported[record.lane] = (offset, record)
 
     def _engine(self, record: ReportedEngine) -> EngineState:
         loaded = self._load_of(record)
