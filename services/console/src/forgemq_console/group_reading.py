@@ -1,5 +1,6 @@
 """Reads the turns of one group at the offsets that a view knows."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -20,7 +21,9 @@ def group_reader(log: Log, view: RunView, *, token_text: TokenText, episodes_max
 
     async def read_group(group_id: str, episode_id: str | None) -> GroupView:
         places = [(Place(topic, p), at) for topic, p, at in view.record_offsets(group_id)]
-        return group_view(
+        # In a thread: long contexts take seconds, and the stream and other pages go on meanwhile.
+        return await asyncio.to_thread(
+            group_view,
             group_id,
             [message_of(record) for record in await read_at(log, places)],
             episode_id=episode_id,
