@@ -1,5 +1,9 @@
 """What a view holds, and looks at for its state, follows the steps of a run and not its groups."""
 
+import sys
+from collections.abc import Callable
+from types import FrameType
+
 import pytest
 
 from forgemq_contracts.arrays import pack_ids
@@ -9,8 +13,9 @@ from forgemq_contracts.steps import ScheduledGroup
 from forgemq_contracts.topics import FINISHED_COMPLETIONS, SCORED_GROUPS, TRAINED_STEPS
 from forgemq_run_view.engines import RATE_SPAN_MS, SECONDS_KEPT_MAX, EngineBook
 from forgemq_run_view.steps import StepBook
+from forgemq_run_view.view import RunView
 from tests.held_objects import held_objects
-from tests.unit.run_view.synthetic import DOMAIN, SyntheticRun
+from tests.unit.run_view.synthetic import DOMAIN, SyntheticRun, started
 
 STEPS = 20
 
@@ -112,3 +117,30 @@ def test_completions_that_nobody_looks_at_are_not_held_one_by_one():
     now_ms = 1000 * (10 * SECONDS_KEPT_MAX - 1)
     assert hours.tokens_per_s(now_ms=now_ms) == pytest.approx(3, rel=0.1)
     assert hours.tokens_per_s(now_ms=now_ms + 2 * RATE_SPAN_MS) == 0
+
+
+def calls_of(look: Callable[[], object]) -> int:
+    """Python functions that are called meanwhile."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        look()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_whether_a_run_is_trained_is_asked_without_a_look_at_each_step():
+    views = [RunView(started(steps=STEPS)) for _ in range(2)]
+    for view, messages in zip(views, (SyntheticRun().messages, steps_of(2).messages), strict=True):
+        for message in messages:
+            view.apply(message)
+    looks = [lambda view=view: (view.is_trained, view.groups_open) for view in views]
+    assert [look() for look in looks] == [(False, 0), (True, 0)]
+    none, all_of_them = map(calls_of, looks)
+    assert all_of_them < none + STEPS

@@ -87,6 +87,11 @@ class StepBook:
             self._kept = surviving(record for record, _ in self._trained.values())
         return self._kept
 
+    @property
+    def count(self) -> int:
+        """Surviving steps."""
+        return len(self._surviving())
+
     def points(self) -> tuple[StepPoint, ...]:
         """One point for each surviving step, in order."""
         return tuple(

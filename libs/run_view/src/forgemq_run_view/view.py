@@ -96,6 +96,16 @@ class RunView:
             self._started, self.end = started, None
             self._stalls.start_again(started)
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether the last step of the run is trained."""
+        return self._steps.count >= self._started.configuration.trainer.steps
+
+    @property
+    def groups_open(self) -> int:
+        """Groups admitted and not retired."""
+        return self._groups.open
+
     def knows(self, group_id: str) -> bool:
         """Whether any record named this group, and it is not forgotten."""
         return self._groups.knows(group_id)

@@ -107,7 +107,7 @@ async def _wait_settled(
     """Return once the last groups are retired, a signal came, or it took too long."""
     deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
     while not stop.event.is_set() and time.monotonic() < deadline_s:
-        if may_end() and not follower.state().groups_open:
+        if may_end() and not follower.view.groups_open:
             return
         await asyncio.sleep(SETTLED_CHECK_EVERY_S)
 

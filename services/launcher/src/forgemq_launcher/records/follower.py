@@ -73,8 +73,7 @@ class Follower:
     @property
     def is_trained(self) -> bool:
         """Whether the last step of the run is trained."""
-        state = self.state()
-        return state.steps_trained >= state.steps
+        return self.view.is_trained
 
     async def follow(self) -> None:
         """Apply every record, old and new, until cancelled."""
