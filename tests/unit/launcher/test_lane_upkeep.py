@@ -33,6 +33,7 @@ class Scene:
     def __init__(self, folder: Path, code: dict[str, str]) -> None:
         self.log = MemoryLog(run="r")
         self.notes: list[str] = []
+        self.started: list[tuple[int, str]] = []
         policy = RestartPolicy(restarts_max=2, delay_first_s=0.01, delay_max_s=0.02)
         self.supervisor = Supervisor(policy=policy, grace_s=5.0, note=self.notes.append)
         self._folder, self._code = folder, code
@@ -46,6 +47,7 @@ class Scene:
 
     def spec(self, lane: int, url: str, prefill_url: str = "") -> ServiceSpec:
         assert prefill_url == ""
+        self.started.append((lane, url))
         name = f"inference-{lane}"
         (self._folder / f"lane_{lane}_module.py").write_text(self._code.get(url, SERVES))
         return ServiceSpec(
@@ -104,6 +106,27 @@ async def test_processes_follow_the_plan(tmp_path: Path):
         assert "lane 0 is removed; its processes end" in scene.notes
         await scene.ask("add", 0, engine_url="http://127.0.0.1:4")
         await scene.until(lambda: scene.up() == {"inference-0", "inference-1", "inference-2"})
+
+
+async def test_a_resumed_lane_has_the_engine_with_which_it_was_added(tmp_path: Path):
+    """Lane 0 was added again with the engine that it began with, lane 1 with another one."""
+    scene = Scene(tmp_path, {})
+    await scene.log.create_topics({REQUESTED_LANES.name: 1})
+    for lane, url in enumerate(("http://localhost:1/", "http://127.0.0.1:9")):
+        await scene.ask("remove", lane)
+        await scene.ask("add", lane, engine_url=url)
+    async with asyncio.TaskGroup() as group:
+        first = {lane: scene.spec(lane, url) for lane, url in enumerate(ENGINES)}
+        scene.started.clear()
+        scene.upkeep.begin(group, first, may_end=lambda: False)
+        following = group.create_task(follow_lanes(scene.log, LAYOUT, apply=scene.upkeep.follow))
+        await scene.until(lambda: bool(scene.started))
+        await scene.until(lambda: scene.up() == {"inference-0", "inference-1"})
+        following.cancel()
+        await scene.upkeep.follow({})
+    assert scene.started == [(1, "http://127.0.0.1:9")]
+    said = "lane 1 was added with the engine at http://127.0.0.1:9, and has that one"
+    assert scene.notes.count(said) == 1
 
 
 async def test_an_added_lane_that_fails_is_given_up_and_the_run_goes_on(tmp_path: Path):

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping
 
+from forgemq_contracts.engine_address import engine_address
 from forgemq_contracts.lane_plan import PlannedLane
 from forgemq_launcher.upkeep.engine_servers import LaneServers
 from forgemq_launcher.upkeep.engines import Engines
@@ -51,6 +52,7 @@ class LaneUpkeep:
         self._engines_of = engines_of
         self._note = note
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._urls: dict[int, str] = {}
 
     def begin(
         self,
@@ -61,16 +63,29 @@ class LaneUpkeep:
     ) -> None:
         """Keep up the lanes with which the run begins: their engines and these processes."""
         self._group, self._may_end = group, may_end
+        self._urls = dict(enumerate(self._engines.urls))
         for lane, spec in first.items():
             self._tasks[lane] = group.create_task(self._keep(lane, spec))
 
     async def follow(self, plan: Mapping[int, PlannedLane]) -> None:
-        """Start lanes that are in the plan and not here, stop those that are here and not in it."""
+        """Start lanes that are in the plan and not here, stop those that are here and not in it.
+
+        A lane with which the run began may have been removed, and added with another engine, before
+        a resume: it has that engine, as everybody else reads in the plan.
+        """
         for lane in sorted(set(self._tasks) - set(plan)):
-            await self._stop(lane)
+            await self._stop(lane, why="is removed; its processes end")
+        for lane in sorted(set(plan) & set(self._tasks)):
+            if url := self._other_engine(plan[lane]):
+                await self._stop(lane, why=f"was added with the engine at {url}, and has that one")
         for lane in sorted(set(plan) - set(self._tasks)):
-            adding = self._keep_added(lane, plan[lane].engine_url)
-            self._tasks[lane] = self._group.create_task(adding)
+            url = self._urls[lane] = plan[lane].engine_url
+            self._tasks[lane] = self._group.create_task(self._keep_added(lane, url))
+
+    def _other_engine(self, planned: PlannedLane) -> str:
+        """The address in the plan of an engine that the lane does not have; '' if it has it."""
+        url, held = planned.engine_url, self._urls[planned.lane]
+        return url if url and engine_address(url) != engine_address(held) else ""
 
     async def _keep(self, lane: int, spec: ServiceSpec) -> None:
         async with asyncio.TaskGroup() as group:
@@ -103,9 +118,9 @@ class LaneUpkeep:
         self._note(f"lane {lane} is added; SGLang starts at {url} (1-3 minutes)")
         return url, servers.prefill.url if servers.prefill else ""
 
-    async def _stop(self, lane: int) -> None:
+    async def _stop(self, lane: int, *, why: str) -> None:
         """End a lane's processes: requests that do not end in time go to other lanes."""
-        self._note(f"lane {lane} is removed; its processes end")
+        self._note(f"lane {lane} {why}")
         await self._supervisor.end(f"inference-{lane}")
         keeping = self._tasks.pop(lane)
         keeping.cancel()
