@@ -13,6 +13,7 @@ PACKAGE = "forgemq-launcher"
 """The distribution whose version the command tells."""
 STOP_TIMEOUT_S = 600.0
 """In a cluster the pods' grace and the audit of a long log come before the end."""
+RUN = "its id, as `forgemq runs` lists it"
 COUNT_MAX = 4096
 """Of episodes in one group; GPUs of a node and nodes of a run are fewer."""
 
@@ -55,7 +56,7 @@ def _parser() -> tuple[
         "130 interrupted.",
     )
     run.add_argument("file", type=Path, help="run configuration, TOML")
-    _add_overrides(run, "e.g. trainer.steps=10")
+    _add_overrides(run)
     run.add_argument(
         "--resume",
         metavar="RUN",
@@ -96,9 +97,11 @@ def _parser() -> tuple[
     return parser, commands
 
 
-def _add_overrides(command: argparse.ArgumentParser, example: str | None = None) -> None:
+def _add_overrides(command: argparse.ArgumentParser, example: str = "trainer.steps=10") -> None:
     # With a default argparse does not call them required where another argument is missing.
-    command.add_argument("overrides", nargs="*", default=(), metavar="key=value", help=example)
+    command.add_argument(
+        "overrides", nargs="*", default=(), metavar="key=value", help=f"e.g. {example}"
+    )
 
 
 def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -131,14 +134,15 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "0 it fits, 1 it does not, 2 refused.",
     )
     plan.add_argument("file", type=Path, help="run configuration, TOML")
-    _add_overrides(plan, "e.g. trainer.world_size=6")
+    _add_overrides(plan, "trainer.world_size=6")
     plan.add_argument(
         "--gpu", required=True, metavar="NAME", help="h100, h200, b200; cpu: machines without one"
     )
     plan.add_argument("--gpus", type=_count, default=8, metavar="N", help="of a node; default: 8")
     plan.add_argument("--nodes", type=_count, default=1, metavar="N", help="default: 1")
-    plan.add_argument("--host-memory", type=_positive, metavar="GB", help="of a node")
-    plan.add_argument("--disk", type=_positive, metavar="GB", help="of a node")
+    of_node = "of a node; default: as docs/plan.md says for the GPU"
+    plan.add_argument("--host-memory", type=_positive, metavar="GB", help=of_node)
+    plan.add_argument("--disk", type=_positive, metavar="GB", help=of_node)
     plan.add_argument(
         "--episode",
         default="",
@@ -191,9 +195,9 @@ def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     commands.add_parser("runs", help="list the runs")
     _add_watching(commands)
     audit = commands.add_parser("audit", help="check the guarantees of a run on its log")
-    audit.add_argument("run", metavar="RUN")
+    audit.add_argument("run", metavar="RUN", help=RUN)
     inspect = commands.add_parser("inspect", help="print groups, or every turn of one")
-    inspect.add_argument("run", metavar="RUN")
+    inspect.add_argument("run", metavar="RUN", help=RUN)
     inspect.add_argument("what", nargs="?", metavar="GROUP|EPISODE", help="default: list groups")
     inspect.add_argument(
         "--requests",
@@ -206,14 +210,14 @@ def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Exit status: 0 every byte is the same, 1 one is not, 2 refused: inputs are "
         "gone. A run with log.keep_for_replay = true keeps all of them.",
     )
-    replay.add_argument("run", metavar="RUN")
+    replay.add_argument("run", metavar="RUN", help=RUN)
     replay.add_argument("service", nargs="?", choices=TRANSFORMS, help="default: all three")
     replay.add_argument("--partition", type=int, help="of the journal; default: all of them")
     replay.add_argument("--to", metavar="FOLDER", help="write recordings there, replay nothing")
     report = commands.add_parser(
         "report", help="write report.json, report.png and curves.jsonl of a run from its log"
     )
-    report.add_argument("run", metavar="RUN")
+    report.add_argument("run", metavar="RUN", help=RUN)
     report.add_argument(
         "--to", type=Path, metavar="FOLDER", help="default: the run's folder, else RUN-report"
     )
@@ -223,12 +227,12 @@ def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="remove a run that is down: topics, consumer groups, blobs, weights, its folder",
         description="Shows what it will remove and asks. Exit status: 0 removed, 2 refused.",
     )
-    delete.add_argument("run", metavar="RUN")
+    delete.add_argument("run", metavar="RUN", help=RUN)
     delete.add_argument("--yes", action="store_true", help="do not ask")
     _add_import(commands)
     _add_lanes(commands)
     dlq = commands.add_parser("dlq", help="list records that did not decode")
-    dlq.add_argument("run", metavar="RUN")
+    dlq.add_argument("run", metavar="RUN", help=RUN)
 
 
 def _add_watching(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -241,7 +245,7 @@ def _add_watching(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "every guarantee held, 1 failed, 130 interrupted; 1 also once nobody reads the output; 2 "
         "refused.",
     )
-    watch.add_argument("run", metavar="RUN")
+    watch.add_argument("run", metavar="RUN", help=RUN)
     stop = commands.add_parser(
         "stop",
         help="ask a run that is up to end early, and wait until it has",
@@ -250,14 +254,14 @@ def _add_watching(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "the request and writes a report. Exit status: 0 the run is over, 1 not in time, 2 "
         "refused.",
     )
-    stop.add_argument("run", metavar="RUN")
+    stop.add_argument("run", metavar="RUN", help=RUN)
     resume = commands.add_parser(
         "resume",
         help="announce a run again that was stopped or failed, start nothing",
         description="For a run whose services a cluster or a person keeps up, on FORGEMQ_KAFKA: "
         "with its configuration as it is. They go on where they were once they are started.",
     )
-    resume.add_argument("run", metavar="RUN")
+    resume.add_argument("run", metavar="RUN", help=RUN)
     stop.add_argument("--reason", default="", metavar="TEXT", help="kept in the run's end")
     stop.add_argument(
         "--timeout",
@@ -275,7 +279,7 @@ def _add_end(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         description="For a run whose services a cluster or a person keeps up. Exit status: 0 every "
         "guarantee held, 1 one did not, 2 refused, 130 stopped by a signal.",
     )
-    end.add_argument("run", metavar="RUN")
+    end.add_argument("run", metavar="RUN", help=RUN)
     end.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="for the report")
     end.add_argument(
         "--release",
@@ -303,8 +307,8 @@ def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "`turns`. FILE may also be a Parquet file of `forgemq export`, or a folder of such files. "
         "If one line or row is wrong nothing is imported; what is in the run is not added again.",
     )
-    made.add_argument("run", metavar="RUN")
-    made.add_argument("file", type=Path, metavar="FILE")
+    made.add_argument("run", metavar="RUN", help=RUN)
+    made.add_argument("file", type=Path, metavar="FILE", help="JSON lines, Parquet, or a folder")
     made.add_argument("--domain", required=True, help="a domain of the run")
     taken = commands.add_parser(
         "export",
@@ -314,7 +318,7 @@ def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "import`. The run may be up. Exit status: 0 all is written, 1 some turns are not kept any "
         "more, 2 refused.",
     )
-    taken.add_argument("run", metavar="RUN")
+    taken.add_argument("run", metavar="RUN", help=RUN)
     taken.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="for the files")
     taken.add_argument(
         "--model", type=Path, metavar="FOLDER", help="with the tokenizer; default: the run's model"
@@ -324,14 +328,14 @@ def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _add_lanes(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the commands about the engines of a run that is up."""
     lanes = commands.add_parser("lanes", help="list the engines of a run that is up")
-    lanes.add_argument("run", metavar="RUN")
+    lanes.add_argument("run", metavar="RUN", help=RUN)
     added = commands.add_parser(
         "add-lane",
         help="let a run that is up have another engine",
         description="Without --engine the launcher that holds the run starts SGLang itself. The "
         "run has room for log.lanes_max engines.",
     )
-    added.add_argument("run", metavar="RUN")
+    added.add_argument("run", metavar="RUN", help=RUN)
     added.add_argument("--engine", default="", metavar="URL", help="address of an SGLang server")
     added.add_argument("--lane", type=int, metavar="N", help="default: the lowest that is free")
     drained = commands.add_parser(
@@ -342,5 +346,7 @@ def _add_lanes(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "remove-lane", help="end a lane's processes; what they do not finish goes to other lanes"
     )
     for changed in (drained, resumed, removed):
-        changed.add_argument("run", metavar="RUN")
-        changed.add_argument("lane", type=int, metavar="N")
+        changed.add_argument("run", metavar="RUN", help=RUN)
+        changed.add_argument(
+            "lane", type=int, metavar="N", help="its number, as `forgemq lanes` lists it"
+        )
