@@ -99,3 +99,23 @@ async def test_a_store_that_stays_silent_ends_the_wait_and_a_lost_blob_begins_no
     assert type(raised.value) is error
     assert tries[-1] - tries[0] == pytest.approx(took_s, abs=1.0)
     assert events == (["blob_store_silent"] if took_s else [])
+
+
+async def test_a_store_that_was_waited_for_in_vain_is_waited_for_again_once_it_has_answered(
+    tmp_path: Path,
+) -> None:
+    lines, now_s = io.StringIO(), asyncio.get_running_loop().time
+    blobs = Blobs(str(tmp_path), run="r", telemetry=Telemetry(service="console", stream=lines))
+    reference = await blobs.put(b"value")
+    took_s = []
+    for unanswered in ("get", "get", "", "get"):
+        blobs.unanswered, begun_s = unanswered, now_s()
+        if unanswered:
+            with pytest.raises(BlobError):
+                await blobs.get(reference)
+        else:
+            assert await blobs.get(reference) == b"value"
+        took_s.append(now_s() - begun_s)
+    assert took_s == pytest.approx([PATIENCE_S, 0.0, 0.0, PATIENCE_S], abs=1.0)
+    events = [json.loads(line)["event"] for line in lines.getvalue().splitlines()]
+    assert events == ["blob_store_silent"] * 2

@@ -46,10 +46,11 @@ async def patiently(call: Callable[[], Awaitable[Result]], *, telemetry: Telemet
 
 
 class PatientBlobStore(BlobStore):
-    """The blobs of a run; each read waits while the store does not answer, also at a start.
+    """The blobs of a run; a read waits while the store does not answer, also at a start.
 
-    A write has one try: only its caller knows whether somebody waits for it, and whether writing
-    is to be repeated (`patiently`).
+    After a wait in vain reads have one try each until the store answers: a view of a run goes on
+    without what it cannot read, and would wait again for each record. A write has one try: only its
+    caller knows whether somebody waits for it, and whether writing is to be repeated (`patiently`).
     """
 
     def __init__(
@@ -65,13 +66,23 @@ class PatientBlobStore(BlobStore):
         """
         super().__init__(uri, run=run, has_folder=has_folder)
         self._telemetry = telemetry
+        self._is_given_up = False
 
     async def get(self, reference: BlobReference) -> bytes:
         """The bytes, verified against their sha256.
 
         Raises:
             LostBlobError: they are gone, or not the bytes that were written.
-            BlobError: the store has not answered for `PATIENCE_S`.
+            BlobError: the store has not answered for `PATIENCE_S`, or after such a wait not now.
         """
         read = super().get
-        return await patiently(lambda: read(reference), telemetry=self._telemetry)
+        try:
+            if self._is_given_up:
+                data = await read(reference)
+            else:
+                data = await patiently(lambda: read(reference), telemetry=self._telemetry)
+        except BlobError as error:
+            self._is_given_up = not isinstance(error, LostBlobError)
+            raise
+        self._is_given_up = False
+        return data
