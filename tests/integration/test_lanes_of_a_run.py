@@ -286,7 +286,7 @@ def refuse_bad_input(run: LaunchedRun, run_id: str) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
     for arguments, words in (
         (("add-lane", run_id, "--engine", nobody), "does not answer a health check"),
-        (("add-lane", run_id, "--engine", "engine:1"), "engine_url"),
+        (("add-lane", run_id, "--engine", "engine:1"), "--engine must be an address such as"),
         (("add-lane", run_id, "--lane", "1"), "the run has a lane 1"),
         (("add-lane", run_id, "--lane", "3"), "log.lanes_max=3"),
         (("drain-lane", run_id, "7"), "the run has no lane '7'; it has 0, 1"),
