@@ -324,11 +324,6 @@ def _check_small_model(speculation: Speculation) -> None:
 
 
 def _check_trained_head(configuration: RunConfiguration) -> None:
-    if configuration.trainer.world_size > 1:
-        raise ValueError(
-            "trainer.world_size must be 1 with speculation.head: a draft head trains on the rank "
-            f"that holds the whole model, got {configuration.trainer.world_size}"
-        )
     if are_several(configuration.updates):
         raise ValueError(
             "updates.minibatches and updates.passes must be 1 with speculation.head: nobody has "

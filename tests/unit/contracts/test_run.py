@@ -80,12 +80,9 @@ def test_a_context_that_has_no_room_for_drafted_tokens_is_refused():
             check(run)
 
 
-def test_a_draft_head_on_several_ranks_is_refused():
-    run = msgspec.structs.replace(
-        SOUND, speculation=Speculation(head="h"), trainer=Trainer(steps=1, world_size=2)
-    )
-    with pytest.raises(ValueError, match=r"^trainer\.world_size must be 1 with .* got 2$"):
-        check(run)
+def test_a_draft_head_trains_on_any_number_of_ranks():
+    ranks = Trainer(steps=1, world_size=4, shard_ranks=2)
+    check(msgspec.structs.replace(SOUND, speculation=Speculation(head="h"), trainer=ranks))
 
 
 def test_replicas_of_unequal_numbers_of_ranks_are_refused():
@@ -111,8 +108,10 @@ def test_expert_ranks_divide_the_ranks_of_a_replica_also_beside_adapters():
 
 
 def test_a_small_model_that_guesses_is_taken_where_a_head_could_not_be_trained():
-    small = Speculation(model="m")
-    check(msgspec.structs.replace(SOUND, speculation=small, trainer=Trainer(steps=1, world_size=2)))
+    head, small = Speculation(head="h"), Speculation(model="m")
+    with pytest.raises(ValueError, match=r"^speculation\.head must be left out with lora"):
+        check(msgspec.structs.replace(SOUND, speculation=head, lora=Lora(publish="merged")))
+    check(msgspec.structs.replace(SOUND, speculation=small, lora=Lora(publish="merged")))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from forgemq_contracts import topics
 from forgemq_contracts.lora import Lora
 from forgemq_contracts.loss import Loss
 from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.speculation import Speculation
 from forgemq_contracts.steps import TrainedStep, TrainingMetrics
 from forgemq_contracts.trees import MergedTree
 from forgemq_telemetry.telemetry import Telemetry
@@ -52,6 +53,7 @@ class Life:
         shard_ranks: That hold the model once, if there are several ranks; None for all.
         loss: Of the run.
         expert_ranks: Of several ranks, those that hold all experts between them.
+        has_head: True if a draft head trains beside the model; `head` of the folder holds it.
     """
 
     folder: Path
@@ -64,6 +66,7 @@ class Life:
     shard_ranks: int | None = None
     loss: Loss = PLAIN
     expert_ranks: int = 1
+    has_head: bool = False
 
     def configuration(self, *, world_size: int) -> RunConfiguration:
         """The run's configuration."""
@@ -73,8 +76,13 @@ class Life:
             shard_ranks=self.shard_ranks if world_size > 1 else None,
             expert_ranks=min(self.expert_ranks, world_size),
         )
-        model = msgspec.structs.replace(configuration.model, dtype=self.dtype)
-        return msgspec.structs.replace(configuration, model=model, lora=self.lora, loss=self.loss)
+        return msgspec.structs.replace(
+            configuration,
+            model=msgspec.structs.replace(configuration.model, dtype=self.dtype),
+            lora=self.lora,
+            loss=self.loss,
+            speculation=Speculation(head=str(self.folder / "head")) if self.has_head else None,
+        )
 
     def trees(self, step: int) -> list[MergedTree]:
         """Trees of the step's groups, the same in every life."""

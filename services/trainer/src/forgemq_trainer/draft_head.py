@@ -5,8 +5,9 @@ The folder has a config.json of a Llama with one layer and a model.safetensors w
 output; embedding and language-model head are the policy's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from forgemq_contracts.model_families import ENGINE_EXTRAS_MODEL_TYPES
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.attention.attention import TreeAttention
-from forgemq_trainer.core.attention.exchange import shared_attention_interface
+from forgemq_trainer.core.attention.exchange import KeyExchange, shared_attention_interface
 from forgemq_trainer.core.attention.gpu_attention import attention_on
 from forgemq_trainer.core.draft_memory import DraftShape
-from forgemq_trainer.core.drafting import DraftModel
+from forgemq_trainer.core.drafting import DraftModel, PolicyEnds
 from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.precision import make_precise
 from forgemq_trainer.families import check_head_size
@@ -64,6 +65,7 @@ class DraftLayer(nn.Module):
         position: Tensor,
         *,
         tree_attention: TreeAttention,
+        key_exchange: KeyExchange | None = None,
     ) -> Tensor:
         """Final states of the tokens, [T, H]."""
         hidden = self.fc(torch.cat((embedded, state), dim=-1))[None]
@@ -71,7 +73,7 @@ class DraftLayer(nn.Module):
             hidden,
             position_embeddings=self.rotary_embedding(hidden, position[None]),
             tree_attention=tree_attention,
-            key_exchange=None,
+            key_exchange=key_exchange,
         )
         final = output[0]
         assert isinstance(final, Tensor)
@@ -87,7 +89,12 @@ class LoadedHead:
 
 
 def with_draft_head(
-    folder: Path, loaded: LoadedModel, *, top_k: int, depths: int = DEPTHS
+    folder: Path,
+    loaded: LoadedModel,
+    *,
+    top_k: int,
+    depths: int = DEPTHS,
+    gather_ends: Callable[[], PolicyEnds] | None = None,
 ) -> tuple[LoadedHead, PolicyModel]:
     """Load the head in a folder, in the dtype and on the device of the policy.
 
@@ -96,6 +103,8 @@ def with_draft_head(
         loaded: The policy whose tokens it guesses.
         top_k: Tokens that the loss compares one by one.
         depths: How many tokens in a row it learns to guess.
+        gather_ends: Gathers what the head uses of the policy if ranks share the parameters; None
+            if this process holds the whole policy.
 
     Returns:
         The head, and the policy with a shape that counts the head's memory.
@@ -113,22 +122,18 @@ def with_draft_head(
         )
     config = read_model_config(folder)
     check_head(config, hidden=policy.shape.hidden, vocabulary=policy.shape.vocabulary)
-    AttentionInterface.register(ATTENTION_NAME, shared_attention_interface)
-    config._attn_implementation = ATTENTION_NAME
-    layer = DraftLayer(config)
-    _fill(layer, load_file(folder / WEIGHTS_FILE), folder=folder)
-    device = policy.head_VH.device
-    layer.to(device)
-    # The parameters alone: rotary frequencies rounded to bfloat16 would move every position.
-    for parameter in layer.parameters():
-        parameter.data = parameter.data.to(policy.head_VH.dtype)
+    device, dtype = policy.head_VH.device, policy.head_VH.dtype
+    layer = _load_layer(folder, config, device=device, dtype=dtype)
     shape = draft_shape(config, policy=policy, depths=depths)
+    if gather_ends is not None:
+        shape = replace(shape, gathered_matrices=1 if policy.shape.is_head_tied else 2)
     head_size = shape.key_size // int(config.num_key_value_heads)
     check_head_size(head_size, device=device.type)
     model = DraftModel(
         layer=layer,
-        embedding_VH=loaded.model.get_input_embeddings().weight,  # type: ignore[operator]  # transformers' method
-        head_VH=policy.head_VH,
+        policy_ends=gather_ends or partial(_own_ends, loaded),
+        dtype=dtype,
+        device=device,
         shape=shape,
         key_heads=int(config.num_key_value_heads),
         attention=attention_on(device, head_size=head_size),
@@ -138,6 +143,14 @@ def with_draft_head(
     )
     return LoadedHead(layer=layer, model=model), replace(
         policy, shape=replace(policy.shape, draft=shape)
+    )
+
+
+def _own_ends(loaded: LoadedModel) -> PolicyEnds:
+    """Of a policy that this process holds whole."""
+    embedding: Any = loaded.model.get_input_embeddings()  # type: ignore[operator]  # transformers' method
+    return PolicyEnds(
+        embedding_VH=embedding.weight.detach(), head_VH=loaded.policy.head_VH.detach()
     )
 
 
@@ -177,6 +190,24 @@ def draft_shape(config: object, *, policy: PolicyModel, depths: int) -> DraftSha
         wide_bytes=policy.shape.wide_bytes,
         depths=depths,
     )
+
+
+def _load_layer(
+    folder: Path,
+    config: Any,  # noqa: ANN401  # of transformers
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> DraftLayer:
+    AttentionInterface.register(ATTENTION_NAME, shared_attention_interface)
+    config._attn_implementation = ATTENTION_NAME
+    layer = DraftLayer(config)
+    _fill(layer, load_file(folder / WEIGHTS_FILE), folder=folder)
+    layer.to(device)
+    # The parameters alone: rotary frequencies rounded to bfloat16 would move every position.
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return layer
 
 
 def _fill(layer: DraftLayer, tensors: Mapping[str, Tensor], *, folder: Path) -> None:

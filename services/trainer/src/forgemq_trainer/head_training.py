@@ -1,20 +1,60 @@
-"""A draft head that trains beside the policy, with an optimizer of its own."""
+"""A draft head that trains beside the policy, with an optimizer of its own.
 
-from collections.abc import Mapping, Sequence
+If several ranks train the policy, each of them has the whole head. A rank adds the gradients of the
+trees that it runs; their sum over the ranks, and so the update, is the same on all.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import Tensor
 
 from forgemq_contracts.run import RunConfiguration
-from forgemq_contracts.speculation import Speculation
-from forgemq_trainer.core.drafting import Drafting
+from forgemq_trainer.core.draft_loss import DraftTotals
+from forgemq_trainer.core.drafting import Drafting, PolicyEnds
 from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.metrics import DraftMeasures
 from forgemq_trainer.core.optimizer import NonFiniteGradientError, Updater
 from forgemq_trainer.core.tree import Forest
 from forgemq_trainer.draft_head import with_draft_head
 from forgemq_trainer.model import LoadedModel
+from forgemq_trainer.storage.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharingRanks:
+    """What ranks that share the policy's parameters do together for a head; each call is of all.
+
+    Attributes:
+        gather_ends: Returns what the head uses of the policy, whole.
+        all_reduce: Returns the sum over the ranks, the same bytes on each of them.
+    """
+
+    gather_ends: Callable[[], PolicyEnds]
+    all_reduce: Callable[[Tensor], Tensor]
+
+
+def load_head(
+    loaded: LoadedModel,
+    configuration: RunConfiguration,
+    checkpoint: Checkpoint | None,
+    *,
+    sharing: SharingRanks | None = None,
+) -> "HeadTraining | None":
+    """The draft head to continue with; None if the run trains none.
+
+    Raises:
+        UnsupportedHeadError: it is no head of this policy.
+        OSError: its folder holds no head.
+    """
+    speculation = configuration.speculation
+    if speculation is None or not speculation.is_trained:
+        return None
+    folder = Path(speculation.head) if checkpoint is None else checkpoint.head_folder
+    return HeadTraining(folder, loaded, configuration=configuration, sharing=sharing)
 
 
 class HeadTraining:
@@ -30,20 +70,34 @@ class HeadTraining:
         loaded: LoadedModel,
         *,
         configuration: RunConfiguration,
-        speculation: Speculation,
+        sharing: SharingRanks | None = None,
     ) -> None:
         """Load the head in a folder.
+
+        Args:
+            folder: Holds it.
+            loaded: The policy.
+            configuration: Of the run, which has speculation.
+            sharing: None if this process holds the whole policy.
 
         Raises:
             UnsupportedHeadError: it is no head of this policy.
             OSError: the folder holds no head.
         """
-        head, self.policy = with_draft_head(folder, loaded, top_k=speculation.top_k)
+        speculation = configuration.speculation
+        assert speculation is not None
+        head, self.policy = with_draft_head(
+            folder,
+            loaded,
+            top_k=speculation.top_k,
+            gather_ends=None if sharing is None else sharing.gather_ends,
+        )
         self._layer, self._model = head.layer, head.model
         self._speculation = speculation
         lr = speculation.learning_rate
         self._updater = Updater(head.layer, msgspec.structs.replace(configuration.optimizer, lr=lr))
-        self._drafting: Drafting | None = None
+        self._all_reduce = None if sharing is None else sharing.all_reduce
+        self._totals: Sequence[DraftTotals] = ()
 
     policy: PolicyModel
     """The policy with a shape that counts the head's memory."""
@@ -51,27 +105,42 @@ class HeadTraining:
     def drafting(self, forests: Sequence[Forest]) -> Drafting:
         """What adds the head's gradients of a step over these forests."""
         weight = self._speculation.loss_weight
-        self._drafting = Drafting(self._model, forests, loss_weight=weight)
-        return self._drafting
+        drafting = Drafting(self._model, forests, loss_weight=weight)
+        # Not the drafting itself: it may hold gathered weights of the policy.
+        self._totals = drafting.totals
+        return drafting
 
     def update(self) -> DraftMeasures | None:
         """Apply the step's gradients; returns what was measured, None if no row ran.
 
         A gradient that is not finite changes nothing, and its norm is reported as 0.
         """
-        drafting, self._drafting = self._drafting, None
-        if drafting is None or not drafting.totals[0].rows:
+        totals, self._totals = self._totals, ()
+        if not totals:
             return None
+        first = self._of_all_ranks(totals[0])
+        if not first.rows:
+            return None
+        if self._all_reduce is not None:
+            self._updater.sum_gradients(self._all_reduce)
         try:
             grad_norm = self._updater.update(lr=self._speculation.learning_rate)
         except NonFiniteGradientError:
             grad_norm = 0.0
-        first = drafting.totals[0]
         return DraftMeasures(
             loss=first.loss / first.rows,
             grad_norm=grad_norm,
             overlap=first.overlap / first.rows,
         )
+
+    def _of_all_ranks(self, own: DraftTotals) -> DraftTotals:
+        if self._all_reduce is None:
+            return own
+        sums = [own.rows, own.loss, own.overlap]
+        rows, loss, overlap = self._all_reduce(
+            torch.tensor(sums, dtype=torch.float64, device=self._model.device)
+        ).tolist()
+        return DraftTotals(rows=int(rows), loss=loss, overlap=overlap)
 
     def weights(self) -> dict[str, Tensor]:
         """The head's tensors by the names in its file."""

@@ -16,7 +16,7 @@ from forgemq_trainer.core.optimizer import Updater
 from forgemq_trainer.core.reference import read_forests, read_logprobs, with_references
 from forgemq_trainer.core.step import EntryValues, Objective, forward_backward
 from forgemq_trainer.core.tree import Floats, Forest
-from forgemq_trainer.head_training import HeadTraining
+from forgemq_trainer.head_training import load_head
 from forgemq_trainer.heap import suit_heap
 from forgemq_trainer.loading import fill_adapters
 from forgemq_trainer.model import LoadedModel, load_model, with_adapters
@@ -43,10 +43,9 @@ class WholeModel:
     ) -> None:
         """Load what a checkpoint holds, and from the run's own folders what it does not."""
         loaded = _load_policy(configuration, checkpoint, device=device)
-        head_folder = _head_folder(configuration, checkpoint)
         self._lora = configuration.lora
         self.module = loaded.model
-        self.head = _load_head(head_folder, loaded, configuration)
+        self.head = load_head(loaded, configuration, checkpoint)
         self.policy = loaded.policy if self.head is None else self.head.policy
         self.updater = Updater(self.module, configuration.optimizer)
         self._trainer = configuration.trainer
@@ -151,25 +150,6 @@ def _load_policy(
     adapter = None if checkpoint is None else checkpoint.adapter_folder
     fill_adapters(loaded.model, adapter, seed=configuration.seed)
     return loaded
-
-
-def _head_folder(configuration: RunConfiguration, checkpoint: Checkpoint | None) -> Path | None:
-    """Of the draft head to continue with; None if the run trains none."""
-    speculation = configuration.speculation
-    if speculation is None or not speculation.is_trained:
-        return None
-    if checkpoint is None:
-        return Path(speculation.head)
-    return checkpoint.head_folder
-
-
-def _load_head(
-    folder: Path | None, loaded: LoadedModel, configuration: RunConfiguration
-) -> HeadTraining | None:
-    speculation = configuration.speculation
-    if folder is None or speculation is None:
-        return None
-    return HeadTraining(folder, loaded, configuration=configuration, speculation=speculation)
 
 
 def _load_reference(configuration: RunConfiguration, *, device: str) -> PolicyModel | None:

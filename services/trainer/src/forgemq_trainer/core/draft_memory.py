@@ -18,6 +18,8 @@ class DraftShape:
         value_bytes: Of one activation.
         wide_bytes: Of one logit.
         depths: How many tokens in a row the head learns to guess.
+        gathered_matrices: Of the policy's embedding and head, those that each rank gathers for an
+            update: 1 if they are tied, 0 if this rank holds the whole policy.
     """
 
     hidden: int
@@ -28,6 +30,7 @@ class DraftShape:
     value_bytes: int
     wide_bytes: int
     depths: int = 1
+    gathered_matrices: int = 0
 
     @property
     def key_bytes_per_token(self) -> int:
@@ -38,6 +41,11 @@ class DraftShape:
     def carry_bytes_per_token(self) -> int:
         """Bytes of one token's keys and values, and of their gradients."""
         return self.key_bytes_per_token + 2 * self.key_size * self.wide_bytes
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the policy's embedding and head, which an update holds whole from its start."""
+        return self.gathered_matrices * self.vocabulary * self.hidden * self.value_bytes
 
     def peaks(self, *, chunk: int, is_carried: bool) -> tuple[Peak, ...]:
         """The most bytes of the head's forward and backward, without carries.

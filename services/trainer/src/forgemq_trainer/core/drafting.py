@@ -18,7 +18,7 @@ before the drafted ones read the policy's.
 N tokens, T tokens of a run, M segments, H hidden size, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,12 +26,26 @@ import torch
 from torch import Tensor, nn
 
 from forgemq_trainer.core.attention.attention import AttentionBackend, BlockKeys, TreeAttention
-from forgemq_trainer.core.attention.carry import KeyShape, MakeStore, PathKeys
+from forgemq_trainer.core.attention.carry import KeyShape, LayoutRun, MakeStore, PathKeys
+from forgemq_trainer.core.attention.exchange import KeyExchange
 from forgemq_trainer.core.attention.plan import attention_plan, pieces
 from forgemq_trainer.core.draft_loss import DraftTotals, draft_loss
 from forgemq_trainer.core.draft_memory import DraftShape
-from forgemq_trainer.core.memory import Microbatch
+from forgemq_trainer.core.kept_states import KeptStates
 from forgemq_trainer.core.tree import Forest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyEnds:
+    """Weights of the policy that a draft head uses, whole and without gradient.
+
+    Attributes:
+        embedding_VH: Its embedding.
+        head_VH: Its language-model head; may be the same tensor.
+    """
+
+    embedding_VH: Tensor
+    head_VH: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +53,11 @@ class DraftModel:
     """A draft head in training, and what it uses of the policy.
 
     Attributes:
-        layer: Takes embeddings, states, positions and `tree_attention`; returns states.
-        embedding_VH: The policy's embedding.
-        head_VH: Weights of the policy's language-model head.
+        layer: Takes embeddings, states, positions, `tree_attention` and `key_exchange`; returns
+            states.
+        policy_ends: Returns the policy's; every rank calls it at once if they share the parameters.
+        dtype: Of its values.
+        device: That computes it.
         shape: The head's sizes.
         key_heads: Number of key/value heads.
         attention: Makes the attention of a run of queries on the model's device.
@@ -51,8 +67,9 @@ class DraftModel:
     """
 
     layer: nn.Module
-    embedding_VH: Tensor
-    head_VH: Tensor
+    policy_ends: Callable[[], PolicyEnds]
+    dtype: torch.dtype
+    device: torch.device
     shape: DraftShape
     key_heads: int
     attention: AttentionBackend
@@ -67,30 +84,10 @@ class DraftModel:
             layers=1,
             heads=self.key_heads,
             head_size=self.shape.key_size // self.key_heads,
-            dtype=self.head_VH.dtype,
-            device=self.head_VH.device,
+            dtype=self.dtype,
+            device=self.device,
             slot_multiple=self.attention.slot_multiple,
         )
-
-
-class KeptStates:
-    """Final hidden states of all tokens of a microbatch, without gradient.
-
-    Those of a microbatch that runs whole stay where they are. Those of blocks lie in a store
-    outside the memory budget: `keep` is called once for each block.
-    """
-
-    def __init__(self, store_NH: Tensor | None = None) -> None:
-        self._store_NH = store_NH
-        self.states_NH: Tensor | None = store_NH
-        """None until a forward ran."""
-
-    def keep(self, start: int, end: int, state_TH: Tensor) -> None:
-        """Keep the states of the tokens [start, end)."""
-        if self._store_NH is None:
-            self.states_NH = state_TH.detach()
-        elif not state_TH.requires_grad:  # Blocks run twice; the second time they are the same.
-            self._store_NH[start:end].copy_(state_TH)
 
 
 def row_count(forest: Forest, depth: int) -> int:
@@ -132,61 +129,64 @@ class Drafting:
     """A head's part of one optimizer step; collects the sums of its rows.
 
     The loss is loss_weight times the mean over the step's rows, of each depth. What it is divided
-    by is fixed before any backward, so microbatches and blocks add up to the same gradient.
+    by is fixed before any backward, so microbatches, blocks and ranks add up to the same gradient.
     """
 
     def __init__(self, model: DraftModel, forests: Sequence[Forest], *, loss_weight: float) -> None:
-        """Take the step's forests; `loss_weight` is that of a row's mean loss."""
+        """Take the step's forests; `loss_weight` is that of a row's mean loss.
+
+        If ranks share the policy's parameters, every rank calls it, with the forests of all.
+        """
         self._model = model
+        self._ends = model.policy_ends()
         self._row_weight_D = [
             loss_weight / max(1, sum(row_count(forest, depth) for forest in forests))
             for depth in range(model.depths)
         ]
         self.totals = [DraftTotals() for _ in range(model.depths)]
-        """Of the microbatches so far, by depth."""
+        """Of what this process has run so far, by depth."""
 
-    def room(self, forest: Forest, microbatch: Microbatch) -> KeptStates:
-        """Room for the states of a microbatch's forest."""
-        return self._room(forest.token_count, len(microbatch.blocks))
+    def room(self, forest: Forest, run: LayoutRun) -> KeptStates:
+        """Room for the states of a layout's forest."""
+        return KeptStates(
+            forest,
+            run,
+            hidden=self._model.shape.hidden,
+            dtype=self._model.dtype,
+            make_store=self._model.make_store,
+        )
 
     def add_gradients(
-        self, forest: Forest, states: KeptStates, microbatch: Microbatch, *, head_chunk: int
+        self, forest: Forest, states: KeptStates, run: LayoutRun, *, head_chunk: int
     ) -> None:
-        """Add the gradients of the rows of a microbatch, whose forward has kept its states.
+        """Add the gradients of the rows of a layout, whose forward has kept its states.
 
         Args:
-            forest: Of the microbatch.
-            states: The policy's, of all its tokens; empty if it has no entries and did not run.
-            microbatch: Its blocks are the head's too.
+            forest: Of the layout.
+            states: The policy's; empty if the layout has no entries and did not run.
+            run: As the policy ran; every rank of a team makes the same call.
             head_chunk: Rows of logits that exist at once.
         """
-        teacher_NH = states.states_NH
-        if teacher_NH is None:
+        if states.is_empty:
             return
-        before_NH = teacher_NH
+        states.share(self._model.device)
+        before = states
         for depth, row_weight in enumerate(self._row_weight_D):
-            one = _Depth(self._model, forest, before_NH, teacher_NH, depth=depth)
+            one = _Depth(self._model, self._ends, forest, before, states, depth=depth)
             is_last = depth + 1 == self._model.depths
-            own = None if is_last else self._room(forest.token_count, len(microbatch.blocks))
+            own = None if is_last else self.room(forest, run)
             weights = _Weights(row_weight, head_chunk)
             self.totals[depth] += (
                 one.run_whole(own, weights)
-                if len(microbatch.blocks) == 1
-                else one.run_in_blocks(microbatch, own, weights)
+                if run.is_whole
+                else one.run_in_blocks(run, own, weights)
             )
             if own is None:
                 return
-            assert own.states_NH is not None
-            before_NH = own.states_NH
             # The head has no state of a root: the second token always reads the policy's.
-            roots = torch.from_numpy(np.flatnonzero(forest.parent_N < 0)).to(before_NH.device)
-            before_NH[roots] = teacher_NH[roots]
-
-    def _room(self, tokens: int, blocks: int) -> KeptStates:
-        if blocks == 1:
-            return KeptStates()
-        size = (tokens, self._model.shape.hidden)
-        return KeptStates(self._model.make_store(size, self._model.head_VH.dtype))
+            own.take_roots(states)
+            own.share(self._model.device)
+            before = own
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,18 +201,20 @@ class _Depth:
     def __init__(
         self,
         model: DraftModel,
+        ends: PolicyEnds,
         forest: Forest,
-        before_NH: Tensor,
-        teacher_NH: Tensor,
+        before: KeptStates,
+        teacher: KeptStates,
         *,
         depth: int,
     ) -> None:
-        self._model, self._device = model, model.head_VH.device
-        self._before_NH, self._teacher_NH = before_NH, teacher_NH
+        self._model, self._ends, self._device = model, ends, model.device
+        self._before, self._teacher = before, teacher
         self._tokens_N = torch.from_numpy(forest.tokens_N).to(self._device)
         # A root reads its own state: any finite one would do, as nothing sees its row.
-        parent_N = np.where(forest.parent_N < 0, np.arange(forest.token_count), forest.parent_N)
-        self._parent_N = torch.from_numpy(parent_N).to(before_NH.device)
+        self._parent_N = np.where(
+            forest.parent_N < 0, np.arange(forest.token_count), forest.parent_N
+        )
         # At depth d the state before comes from d tokens that were guessed after a true one.
         self._is_row_N = torch.from_numpy(forest.position_N > depth).to(self._device)
         self._rows = with_lone_roots(forest)
@@ -234,42 +236,54 @@ class _Depth:
         return self._backward(0, count, state_NH, weights)
 
     def run_in_blocks(
-        self, microbatch: Microbatch, own: KeptStates | None, weights: _Weights
+        self, run: LayoutRun, own: KeptStates | None, weights: _Weights
     ) -> DraftTotals:
-        """Run block by block: the same gradients, in the memory of one block and the carries."""
+        """Run block by block: the same gradients, in the memory of one block and the carries.
+
+        A team that runs one block runs it forward once.
+        """
         keys = PathKeys(
             self._rows,
             self._pieces,
-            microbatch.blocks,
+            run.blocks,
             shape=self._model.key_shape,
-            make_store=self._model.make_store if microbatch.is_offloaded else None,
+            make_store=self._model.make_store if run.is_offloaded else None,
+            team=run.team,
         )
-        for number, (start, end) in enumerate(microbatch.blocks):
-            with torch.no_grad():
-                state_TH = self._states(start, end, keys.enter(number))
-                if own is not None:
-                    own.keep(start, end, state_TH)
-        keys.start_backward()
+        if len(run.blocks) > 1:
+            for number, (start, end) in enumerate(run.blocks):
+                with torch.no_grad():
+                    self._block_states(number, start, end, keys, own)
+            keys.start_backward()
         totals = DraftTotals()
-        for number, (start, end) in reversed(list(enumerate(microbatch.blocks))):
-            state_TH = self._states(start, end, keys.enter(number))
+        for number, (start, end) in reversed(list(enumerate(run.blocks))):
+            state_TH = self._block_states(number, start, end, keys, own)
             totals += self._backward(start, end, state_TH, weights)
         return totals
 
-    def _states(self, start: int, end: int, keys: BlockKeys) -> Tensor:
+    def _block_states(
+        self, number: int, start: int, end: int, keys: PathKeys, own: KeptStates | None
+    ) -> Tensor:
+        """The head's final states of a block, or of this rank's range of it; keeps them."""
+        live = keys.enter(number)
+        state_TH = self._states(start, end, live, exchange=keys.exchange(number))
+        if own is not None:
+            own.keep(start, end, state_TH)
+        return state_TH
+
+    def _states(
+        self, start: int, end: int, keys: BlockKeys, *, exchange: KeyExchange | None = None
+    ) -> Tensor:
         """The head's final states of the tokens [start, end)."""
-        attend = self._model.attention.of_run(
-            keys, dtype=self._model.head_VH.dtype, device=self._device
-        )
-        before_TH = self._before_NH.index_select(0, self._parent_N[start:end])
-        embedded_TH = nn.functional.embedding(
-            self._tokens_N[start:end], self._model.embedding_VH.detach()
-        )
+        attend = self._model.attention.of_run(keys, dtype=self._model.dtype, device=self._device)
+        before_TH = self._before.of(self._parent_N[start:end])
+        embedded_TH = nn.functional.embedding(self._tokens_N[start:end], self._ends.embedding_VH)
         state_TH = self._model.layer(
             embedded_TH,
             before_TH.to(self._device),
             self._position_N[start:end],
             tree_attention=TreeAttention(attend=attend, carries=keys.carries),
+            key_exchange=exchange,
         )
         assert isinstance(state_TH, Tensor)
         return state_TH
@@ -277,8 +291,8 @@ class _Depth:
     def _backward(self, start: int, end: int, state_TH: Tensor, weights: _Weights) -> DraftTotals:
         totals, grad_TH = draft_loss(
             state_TH.detach(),
-            self._teacher_NH[start:end],
-            self._model.head_VH.detach(),
+            self._teacher.of_block(start, end),
+            self._ends.head_VH,
             is_row_T=self._is_row_N[start:end],
             top_k=self._model.top_k,
             chunk=weights.head_chunk,

@@ -24,8 +24,8 @@ from forgemq_trainer.core.attention.carry import (
 )
 from forgemq_trainer.core.attention.exchange import KeyExchange, Peers
 from forgemq_trainer.core.attention.plan import Range, attention_plan, pieces
-from forgemq_trainer.core.drafting import KeptStates
 from forgemq_trainer.core.expert_routes import token_expert_routes
+from forgemq_trainer.core.kept_states import KeptStates
 from forgemq_trainer.core.logprobs import Edges, edge_logprobs, edges_of
 from forgemq_trainer.core.memory import ModelShape
 from forgemq_trainer.core.recomputation import LayerCall

@@ -10,7 +10,7 @@ path of some block. Without these the budget that always suffices follows from t
 alone: `least_budget_bytes`. `microbatches` cuts a step to fit a budget.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forgemq_trainer.core.draft_memory import DraftShape
 from forgemq_trainer.core.layer_parts import COMMON_PARTS, EXPERT_KEPT, MLP_KEPT, LayerParts
@@ -178,7 +178,7 @@ class ModelShape:
         During the last two, the gradient of a tied head is held until the embedding's is added.
 
         A draft head runs after that, on the decoder's output of all tokens: it is held until then,
-        or offloaded if the tokens run in blocks.
+        or offloaded if there are carries. What several ranks gather for it is held at every peak.
         """
         peaks = self.peaks(chunk, is_carried=is_carried, recomputed_layers=recomputed_layers)
         return most_bytes(peaks, tokens)
@@ -206,15 +206,19 @@ class ModelShape:
         if self.experts:
             own = self.experts // self.expert_ranks
             width = self.mlp_size // self.experts_per_token * own
-        return (
+        peaks: tuple[Peak, ...] = (
             Peak(fixed_bytes=self.head_bytes(chunk=chunk), token_bytes=kept + 2 * row),
             Peak(fixed_bytes=head_grad, token_bytes=kept + self.inner_bytes_per_token),
             Peak(
                 fixed_bytes=0 if is_frozen else head_grad + width * row,
                 token_bytes=kept + input_grad,
             ),
-            *(self.draft.peaks(chunk=chunk, is_carried=is_carried) if self.draft else ()),
         )
+        if self.draft is None:
+            return peaks
+        peaks += self.draft.peaks(chunk=chunk, is_carried=is_carried)
+        gathered = self.draft.gathered_bytes
+        return tuple(replace(peak, fixed_bytes=peak.fixed_bytes + gathered) for peak in peaks)
 
     @property
     def inner_bytes_per_token(self) -> int:
@@ -256,6 +260,11 @@ class ModelShape:
         """Bytes of one token's keys and values in all layers, and of their gradients."""
         own = 2 * self.layers * self.key_size * (self.value_bytes + self.wide_bytes)
         return max(own, self.draft.carry_bytes_per_token if self.draft else 0)
+
+    @property
+    def traded_size(self) -> int:
+        """Values of a token's keys in one layer that ranks of a team hand over, at most."""
+        return max(self.key_size, self.draft.key_size if self.draft else 0)
 
     def carry_bytes(self, slots: int) -> int:
         """Bytes of the carries of all layers with at least so many slots."""

@@ -77,6 +77,16 @@ class Updater:
                 parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
         self._adamw = adamw(self._masters, self._parameters, settings)
 
+    def sum_gradients(self, all_reduce: Callable[[Tensor], Tensor]) -> None:
+        """Replace each gradient by its sum over the ranks, each of which has all parameters.
+
+        Args:
+            all_reduce: Returns the sum over the ranks, the same bytes on each of them.
+        """
+        for master in self._masters.values():
+            own = torch.zeros_like(master) if master.grad is None else master.grad
+            master.grad = all_reduce(own)
+
     def update(self, *, lr: float) -> float:
         """Clip, step, and drop the gradients; returns the norm before clipping.
 

@@ -13,6 +13,7 @@ from forgemq_contracts.trees import MergedTree
 from forgemq_trainer.core.assignment import Round
 from forgemq_trainer.core.attention.exchange import Peers
 from forgemq_trainer.core.attention.plan import Range
+from forgemq_trainer.core.drafting import Drafting
 from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.loss import Entries, EntryLoss
 from forgemq_trainer.core.memory import Microbatch
@@ -92,6 +93,7 @@ def forward_backward_rounds(
     *,
     peers: RankTeams,
     head_chunk: int,
+    drafting: Drafting | None = None,
 ) -> EntryValues:
     """Add the gradients of the step; every rank goes through the same rounds.
 
@@ -101,6 +103,7 @@ def forward_backward_rounds(
         rounds: From `plan_rounds`.
         peers: The ranks.
         head_chunk: Rows of logits that exist at once.
+        drafting: Adds this rank's part of a draft head's gradients; None without one.
 
     Returns:
         The values of this rank's entries. Entries of a team's groups are returned by its first rank
@@ -113,11 +116,22 @@ def forward_backward_rounds(
             layers = planned.recomputed_layers
             run_empty_blocks(policy, planned.block_count, recomputed_layers=layers)
         elif team.size == 1:
-            microbatches = [team.microbatch()]
-            parts.append(forward_backward(policy, objective, microbatches, head_chunk=head_chunk))
+            values = forward_backward(
+                policy,
+                objective,
+                [team.microbatch()],
+                head_chunk=head_chunk,
+                drafting=drafting,
+            )
+            parts.append(values)
         else:
             values = forward_backward_together(
-                policy, objective, team, peers=peers.team(team.ranks), head_chunk=head_chunk
+                policy,
+                objective,
+                team,
+                peers=peers.team(team.ranks),
+                head_chunk=head_chunk,
+                drafting=drafting,
             )
             if peers.rank == team.ranks[0]:
                 parts.append(values)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forgemq_contracts.loss import Loss
 from forgemq_contracts.supervised import loss_parts
-from forgemq_trainer.core.attention.carry import PathKeys, TeamBlocks
+from forgemq_trainer.core.attention.carry import LayoutRun, PathKeys, TeamBlocks
 from forgemq_trainer.core.attention.exchange import Peers
 from forgemq_trainer.core.attention.plan import Range
 from forgemq_trainer.core.drafting import Drafting
@@ -149,17 +149,24 @@ def forward_backward(
         loss_weight_G = np.array([objective.loss_weights[group] for group in microbatch.groups])
         loss_weight_E = loss_weight_G[forest.entry_group_E]
         forest_loss = _ForestLoss(forest, loss_weight_E, objective.loss, like=policy.head_VH)
-        states = None if drafting is None else drafting.room(forest, microbatch)
+        run = LayoutRun(blocks=microbatch.blocks, is_offloaded=microbatch.is_offloaded)
+        states = None if drafting is None else drafting.room(forest, run)
         forward = TreeForward(policy, forest, head_chunk=head_chunk, states=states)
         values = _run(forward, forest_loss, microbatch)
         parts.append(replace(values, route_disagreements=forward.route_disagreements))
         if drafting is not None and states is not None:
-            drafting.add_gradients(forest, states, microbatch, head_chunk=head_chunk)
+            drafting.add_gradients(forest, states, run, head_chunk=head_chunk)
     return merged(parts)
 
 
 def forward_backward_together(
-    policy: PolicyModel, objective: Objective, team: Team, *, peers: Peers, head_chunk: int
+    policy: PolicyModel,
+    objective: Objective,
+    team: Team,
+    *,
+    peers: Peers,
+    head_chunk: int,
+    drafting: Drafting | None = None,
 ) -> EntryValues:
     """Add this rank's part of some groups' gradients; every rank of a team makes the same call.
 
@@ -169,6 +176,7 @@ def forward_backward_together(
         team: The groups, their blocks and the ranks' query ranges in each of them.
         peers: The ranks of the team, at least two.
         head_chunk: Rows of logits that exist at once.
+        drafting: Adds this rank's part of a draft head's gradients; None without one.
 
     Returns:
         All entries of the groups, the same on every rank.
@@ -177,12 +185,12 @@ def forward_backward_together(
     loss_weight_G = np.array([objective.loss_weights[group] for group in team.groups])
     loss_weight_E = loss_weight_G[forest.entry_group_E]
     forest_loss = _ForestLoss(forest, loss_weight_E, objective.loss, like=policy.head_VH)
-    forward = TreeForward(policy, forest, head_chunk=head_chunk)
-    own, keys = _team_keys(forward, team, peers)
-    if len(own) == 1:
-        values = _run_together(forward, forest_loss, own[0], keys, peers)
-    else:
-        values = _run_in_blocks(forward, forest_loss, own, keys, peers)
+    run = _team_run(team, peers)
+    states = None if drafting is None else drafting.room(forest, run)
+    forward = TreeForward(policy, forest, head_chunk=head_chunk, states=states)
+    values = _run_together(forward, forest_loss, run, peers)
+    if drafting is not None and states is not None:
+        drafting.add_gradients(forest, states, run, head_chunk=head_chunk)
     return replace(values, route_disagreements=forward.route_disagreements)
 
 
@@ -192,17 +200,23 @@ def read_together(
     """Log-probability of each entry, nats, by group of the team, the same on each of its ranks."""
     forest = joined([forests[group] for group in team.groups])
     forward = TreeForward(policy, forest, head_chunk=head_chunk)
-    own, keys = _team_keys(forward, team, peers)
-    edges = [forward.edges(start, end) for start, end in own]
-    read_E = _array(forward.read(own, edges, keys, peers)[0])
+    run = _team_run(team, peers)
+    edges = [forward.edges(start, end) for start, end in run.blocks]
+    read_E = _array(forward.read(run.blocks, edges, _team_keys(forward, run), peers)[0])
     return {group: read_E[forest.entry_group_E == index] for index, group in enumerate(team.groups)}
 
 
-def _team_keys(forward: TreeForward, team: Team, peers: Peers) -> tuple[list[Range], PathKeys]:
-    """This rank's ranges of a team's blocks, and their carries."""
-    own = [ranges[peers.rank] for ranges in team.blocks]
-    blocks = TeamBlocks(ranges=team.blocks, peers=peers)
-    return own, forward.path_keys(own, is_offloaded=team.is_offloaded, team=blocks)
+def _team_run(team: Team, peers: Peers) -> LayoutRun:
+    """How this rank runs a team's layout: its ranges of the blocks."""
+    return LayoutRun(
+        blocks=[ranges[peers.rank] for ranges in team.blocks],
+        is_offloaded=team.is_offloaded,
+        team=TeamBlocks(ranges=team.blocks, peers=peers),
+    )
+
+
+def _team_keys(forward: TreeForward, run: LayoutRun) -> PathKeys:
+    return forward.path_keys(run.blocks, is_offloaded=run.is_offloaded, team=run.team)
 
 
 def merged(parts: Sequence[EntryValues]) -> EntryValues:
@@ -311,9 +325,13 @@ def _run_whole(
 
 
 def _run_together(
-    forward: TreeForward, forest_loss: _ForestLoss, own: Range, keys: PathKeys, peers: Peers
+    forward: TreeForward, forest_loss: _ForestLoss, run: LayoutRun, peers: Peers
 ) -> EntryValues:
-    """Run this rank's range of all tokens forward and backward at once, beside its team."""
+    """Run this rank's ranges forward and backward, beside its team: one block at once."""
+    keys = _team_keys(forward, run)
+    if len(run.blocks) > 1:
+        return _run_in_blocks(forward, forest_loss, run.blocks, keys, peers)
+    (own,) = run.blocks
     edges = forward.edges(*own)
     hidden, logprob_J, logprob_E, entropy_E = forward.together(own, edges, keys, peers)
     owed_E, total, result = _owed(forest_loss, logprob_E)

@@ -253,7 +253,7 @@ class TeamPlans:
         if live > self._budget_bytes:
             return live, 0
         # Of one layer: what is handed over and what comes, and half of that while it is picked.
-        live += 3 * paths.traded() * self.shape.key_size * self.shape.wide_bytes
+        live += 3 * paths.traded() * self.shape.traded_size * self.shape.wide_bytes
         return live, paths.stored() * self.shape.key_bytes_per_token
 
 

@@ -1,6 +1,7 @@
 """The model of a trainer with several ranks: each rank holds a shard of every parameter."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from forgemq_trainer.core.rounds import (
 from forgemq_trainer.core.step import EntryValues, Objective, merged
 from forgemq_trainer.core.traffic import Kept, UpdatePlan, passes_of, plan_update
 from forgemq_trainer.core.tree import Floats, Forest
+from forgemq_trainer.head_training import SharingRanks, load_head
 from forgemq_trainer.loading import fill, fill_adapters
 from forgemq_trainer.model import DTYPES, LoadedModel, load_empty, with_adapters
 from forgemq_trainer.model_sizes import gathered_values
@@ -34,6 +36,7 @@ from forgemq_trainer.ranks.sharding import (
     FsdpShards,
     ShardedPolicy,
     shard,
+    whole_ends,
     whole_factors,
     whole_state,
 )
@@ -43,7 +46,11 @@ from forgemq_trainer.storage.weights import WholeVersion
 
 
 class ShardedModel:
-    """One rank's shards of model and optimizer; every method but `plan` is collective."""
+    """One rank's shards of model and optimizer; every method but `plan` is collective.
+
+    Attributes:
+        head: A draft head, whole on each rank; None if the run trains none.
+    """
 
     def __init__(
         self,
@@ -56,13 +63,22 @@ class ShardedModel:
         """Load what a checkpoint holds, else the base model, and keep this rank's shard."""
         self.idle_share = 0.0
         """Of the plan of the newest `forward_backward`."""
-        self.head = None  # `run_rules` refuses speculation on several ranks.
         self._ranks = ranks
         self._trainer = configuration.trainer
         self._lora = configuration.lora
         self._dtype = DTYPES[configuration.model.dtype]
         self._sharded = _load_shard(configuration, checkpoint, ranks=ranks, device=device)
-        self.module, self.policy = self._sharded.model, self._sharded.policy
+        self.module = self._sharded.model
+        self.head = load_head(
+            self._sharded,
+            configuration,
+            checkpoint,
+            sharing=SharingRanks(
+                gather_ends=partial(whole_ends, self.module, dtype=self._dtype),
+                all_reduce=ranks.all_reduce,
+            ),
+        )
+        self.policy = self._sharded.policy if self.head is None else self.head.policy
         self._values = gathered_values(
             self.module,
             shards=self._sharded.mesh.grid.shards,
@@ -84,6 +100,7 @@ class ShardedModel:
         plan = self._plans.of(objective.forests)
         self.idle_share = idle_share(plan.rounds, world_size=self._ranks.world_size)
         backwards = passes_of(plan.rounds).backwards
+        drafting = None if self.head is None else self.head.drafting(objective.forests)
         with self._sharded.gathering.update(plan.kept, backwards=backwards):
             own = forward_backward_rounds(
                 self.policy,
@@ -91,6 +108,7 @@ class ShardedModel:
                 plan.rounds,
                 peers=self._ranks,
                 head_chunk=self._trainer.head_chunk_tokens,
+                drafting=drafting,
             )
         everyones = self._ranks.gather_bytes(values_bytes(own))
         return merged([values_of(part) for part in everyones]) if everyones else own

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from forgemq_trainer.core.drafting import PolicyEnds
 from forgemq_trainer.core.low_rank import factors_of
 from forgemq_trainer.loading import allocate
 from forgemq_trainer.model import LoadedModel
@@ -162,6 +163,19 @@ def whole_factors(model: nn.Module, *, dtype: torch.dtype, is_kept: bool) -> dic
         if is_kept:
             factors[name] = whole.cpu()
     return factors
+
+
+def whole_ends(model: Any, *, dtype: torch.dtype) -> PolicyEnds:  # noqa: ANN401  # of transformers
+    """Gather embedding and head in the dtype of the computation; every rank of a replica calls."""
+
+    def whole(parameter: Tensor) -> Tensor:
+        sharded = parameter.detach().to(dtype)
+        assert isinstance(sharded, DTensor)
+        return sharded.full_tensor()
+
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    first = whole(embedding)
+    return PolicyEnds(embedding_VH=first, head_VH=first if head is embedding else whole(head))
 
 
 class FsdpShards:

@@ -145,6 +145,26 @@ class TeamBlocks:
     peers: Peers
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutRun:
+    """How this process runs a layout forward and backward.
+
+    Attributes:
+        blocks: Of the layout, in order; of a team, this rank's ranges of them.
+        is_offloaded: True if keys and values off the live path go to a store.
+        team: None if this process runs the layout alone.
+    """
+
+    blocks: Sequence[Range]
+    is_offloaded: bool = False
+    team: TeamBlocks | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it has no carries."""
+        return self.team is None and len(self.blocks) == 1
+
+
 class PathKeys:
     """The carries of a forest in blocks, with only the live path's keys in them.
 
