@@ -17,20 +17,24 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        (),
+        ("trainer.world_size=2",),
+        ("trainer.world_size=2", "lora.rank=16", "lora.publish=merged", "updates.passes=2"),
+    ],
+    ids=["one rank", "two ranks", "two ranks, adapters, two passes"],
+)
 def test_a_run_trains_its_draft_head_which_the_engine_guesses_with(
-    kafka_bootstrap, new_run_id, tmp_path, ranks
+    kafka_bootstrap, new_run_id, tmp_path, trainer
 ):
     """A random head, which holds no guess: the engine accepts more of each version's."""
     head = tmp_path / "head"
     write_new_head(ENGINE_MODEL, head, seed=0)
     steps = 6
     fleet = FleetRun.on(kafka_bootstrap, new_run_id(), tmp_path / "run", steps=steps, environ={})
-    fleet.play(
-        f"speculation.head={head}",
-        "speculation.learning_rate=5e-3",
-        f"trainer.world_size={ranks}",
-    )
+    fleet.play(f"speculation.head={head}", "speculation.learning_rate=5e-3", *trainer)
     # Every version brings another head, in one pause with the policy.
     versions = fleet.published()
     heads = [each.head.sha256 for each in versions[1:] if each.head is not None]

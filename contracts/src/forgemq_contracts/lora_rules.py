@@ -15,11 +15,6 @@ def check_lora(configuration: RunConfiguration) -> None:
         return
     if len(set(lora.targets)) != len(lora.targets):
         raise ValueError(f"lora.targets must name each layer once, got {list(lora.targets)}")
-    if configuration.speculation is not None and configuration.speculation.is_trained:
-        raise ValueError(
-            "speculation.head must be left out with lora: nobody has tried a draft head that "
-            "trains beside adapters"
-        )
     if lora.publish == "adapter":
         _check_engines(configuration)
 

@@ -21,7 +21,6 @@ from forgemq_contracts.run import ENGINE_QUANTIZATIONS, Queue, RunConfiguration
 from forgemq_contracts.speculation import Speculation
 from forgemq_contracts.stage_rules import check_stages
 from forgemq_contracts.supervised_rules import check_supervised
-from forgemq_contracts.updates import are_several
 
 
 def check(configuration: RunConfiguration) -> None:
@@ -306,9 +305,7 @@ def _check_speculation(configuration: RunConfiguration) -> None:
             "speculation.head or speculation.model must be given, and not both: one of them "
             f"guesses, got {speculation.head!r} and {speculation.model!r}"
         )
-    if speculation.is_trained:
-        _check_trained_head(configuration)
-    else:
+    if not speculation.is_trained:
         _check_small_model(speculation)
 
 
@@ -321,12 +318,3 @@ def _check_small_model(speculation: Speculation) -> None:
                 f"speculation.{field} must be left out with speculation.model: a small model is "
                 f"not trained, got {given}"
             )
-
-
-def _check_trained_head(configuration: RunConfiguration) -> None:
-    if are_several(configuration.updates):
-        raise ValueError(
-            "updates.minibatches and updates.passes must be 1 with speculation.head: nobody has "
-            "tried a draft head that follows several updates of a step, got "
-            f"{configuration.updates.minibatches} and {configuration.updates.passes}"
-        )

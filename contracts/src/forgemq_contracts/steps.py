@@ -142,7 +142,7 @@ class TrainingMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
         float,
         Meta(
             ge=0,
-            description="Mean of sum min(p, q) of policy and draft head, before the step: the "
+            description="Mean of sum min(p, q) of policy and draft head, before each update: the "
             "share of guesses that exact speculative sampling accepts. 0 without speculation.",
         ),
     ] = 0.0

@@ -23,8 +23,3 @@ class Updates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omi
     passes: Annotated[
         int, Meta(ge=1, le=16, description="How often a step trains each of its groups.")
     ] = 1
-
-
-def are_several(updates: Updates) -> bool:
-    """Whether a step may take more than one update."""
-    return updates.minibatches * updates.passes > 1

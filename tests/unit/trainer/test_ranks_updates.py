@@ -57,6 +57,7 @@ class RankModel:
         self._ranks, self._is_shared = ranks, is_shared
         loaded = shard(whole, ranks=ranks, mesh=mesh, dtype=torch.float64)
         self.idle_share = 0.0
+        self.head = None
         self.module, self.policy, self._gathering = loaded.model, loaded.policy, loaded.gathering
         shards = FsdpShards(ranks, loaded.mesh, dtype=torch.float64)
         self.updater = ShardedUpdater(self.module, OPTIMIZER, shards=shards)

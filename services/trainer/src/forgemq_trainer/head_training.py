@@ -58,7 +58,7 @@ def load_head(
 
 
 class HeadTraining:
-    """The head and its optimizer. `drafting` begins a step, `update` ends it.
+    """The head and its optimizer. `drafting` begins an update, `update` ends it.
 
     Its AdamW is the run's but for the learning rate, which stays: a policy that learns slowly and a
     head that follows it have nothing in common but the trees.
@@ -103,7 +103,7 @@ class HeadTraining:
     """The policy with a shape that counts the head's memory."""
 
     def drafting(self, forests: Sequence[Forest]) -> Drafting:
-        """What adds the head's gradients of a step over these forests."""
+        """What adds the head's gradients of an update over these forests."""
         weight = self._speculation.loss_weight
         drafting = Drafting(self._model, forests, loss_weight=weight)
         # Not the drafting itself: it may hold gathered weights of the policy.
@@ -111,7 +111,7 @@ class HeadTraining:
         return drafting
 
     def update(self) -> DraftMeasures | None:
-        """Apply the step's gradients; returns what was measured, None if no row ran.
+        """Apply the gradients; returns what was measured, None if no row ran.
 
         A gradient that is not finite changes nothing, and its norm is reported as 0.
         """
@@ -128,6 +128,7 @@ class HeadTraining:
         except NonFiniteGradientError:
             grad_norm = 0.0
         return DraftMeasures(
+            rows=first.rows,
             loss=first.loss / first.rows,
             grad_norm=grad_norm,
             overlap=first.overlap / first.rows,

@@ -14,6 +14,7 @@ from forgemq_contracts.queues import supervised_fractions
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import ScheduledGroup
 from forgemq_trainer.core.loss import LossFunction
+from forgemq_trainer.core.metrics import DraftMeasures, of_all_updates
 from forgemq_trainer.core.minibatches import minibatches
 from forgemq_trainer.core.optimizer import NonFiniteGradientError
 from forgemq_trainer.core.step import EntryValues, Objective, merged, mixed_loss_weights
@@ -28,12 +29,25 @@ class AppliesGradients(Protocol):
         ...
 
 
+class TrainsHead(Protocol):
+    """A draft head, as a step uses it."""
+
+    def update(self) -> DraftMeasures | None:
+        """Apply and drop the gradients of an update; None if no row ran."""
+        ...
+
+
 class TrainedModel(Protocol):
     """The model, as a step uses it; of several ranks each makes the same calls."""
 
     @property
     def updater(self) -> AppliesGradients:
         """Its optimizer."""
+        ...
+
+    @property
+    def head(self) -> TrainsHead | None:
+        """Its draft head; None if the run trains none."""
         ...
 
     def with_references(self, forests: tuple[Forest, ...]) -> tuple[Forest, ...]:
@@ -65,6 +79,7 @@ class TakenUpdates:
         skipped: Updates without a finite gradient.
         compute_s: Time of all forwards and backwards.
         idle_share: Of their plans, mean.
+        draft: Of the draft head, which takes as many updates; None without one.
     """
 
     values: EntryValues
@@ -72,6 +87,7 @@ class TakenUpdates:
     skipped: int
     compute_s: float
     idle_share: float
+    draft: DraftMeasures | None = None
 
     @property
     def grad_norm(self) -> float:
@@ -109,6 +125,7 @@ class StepUpdates:
         self._skipped = 0
         self._compute_s = 0.0
         self._idle_shares: list[float] = []
+        self._drafts: list[DraftMeasures] = []
 
     def begin(self) -> EntryValues:
         """Compute the gradients of the first update; returns the values of its entries.
@@ -139,6 +156,8 @@ class StepUpdates:
             # Without entries nothing has a gradient, so there is no norm to clip by.
             if any(self._forests[group].entry_count for group in minibatch):
                 self._update(lr=lr)
+            if self._model.head is not None and (draft := self._model.head.update()):
+                self._drafts.append(draft)
         values = merged(self._parts)
         return TakenUpdates(
             values=replace(
@@ -150,6 +169,7 @@ class StepUpdates:
             skipped=self._skipped,
             compute_s=self._compute_s,
             idle_share=sum(self._idle_shares) / max(1, len(self._idle_shares)),
+            draft=of_all_updates(self._drafts),
         )
 
     def _compute(self, minibatch: Sequence[int]) -> EntryValues:

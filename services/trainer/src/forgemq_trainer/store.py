@@ -142,16 +142,26 @@ class Store:
         self._reference_sha256 = self._base_sha256 if self._has_reference else ""
         if self._lora is not None and (checkpoint is not None or self._publishes_adapters):
             self._checkpointed = frozenset({self._folder(training, lineage=lineage)})
-            return self.keep_version(self.write_version(training, lineage=lineage))
-        weights = self._save_restored_weights(training, checkpoint, lineage=lineage)
+            saved = self.keep_version(self._write_policy(training, lineage=lineage))
+        else:
+            weights = self._save_restored_weights(training, checkpoint, lineage=lineage)
+            saved = SavedVersion(version=training.version, weights=weights)
         head = self._save_head(training, lineage=lineage) if training.version else None
-        return SavedVersion(version=training.version, weights=weights, head=head)
+        return dataclasses.replace(saved, head=head)
 
     def write_version(self, training: Training, *, lineage: int) -> SavedVersion:
         """Write the current version locally, and every so many versions the draft head with it.
 
         `keep_version` makes it durable.
         """
+        written = self._write_policy(training, lineage=lineage)
+        speculation = self._configuration.speculation
+        # A small model that guesses is not the trainer's: `_write_head` writes nothing then.
+        if speculation is None or training.version % speculation.push_every_steps:
+            return written
+        return dataclasses.replace(written, head=self._write_head(training, lineage=lineage))
+
+    def _write_policy(self, training: Training, *, lineage: int) -> SavedVersion:
         folder = self._folder(training, lineage=lineage)
         version, whole = training.saving.whole_version(), None
         if self._is_quantised or self._lora is not None:
@@ -166,11 +176,7 @@ class Store:
             weights = self._write(training, version, folder)
         if self._lora is not None and not self._publishes_adapters:
             whole = self._write_adapter(version, self._whole / "adapter")
-        speculation, head = self._configuration.speculation, None
-        # A small model that guesses is not the trainer's: `_write_head` writes nothing then.
-        if speculation is not None and training.version % speculation.push_every_steps == 0:
-            head = self._write_head(training, lineage=lineage)
-        return SavedVersion(version=training.version, weights=weights, head=head, whole=whole)
+        return SavedVersion(version=training.version, weights=weights, whole=whole)
 
     def keep_version(self, written: SavedVersion) -> SavedVersion:
         """Make a written version durable, and remove versions that no lane loads any more.

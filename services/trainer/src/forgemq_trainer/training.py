@@ -281,7 +281,6 @@ class Training:
         )
         taken = computed.updates.take(lr=lr)
         self._count_skipped(taken)
-        draft = None if self.head is None else self.head.update()
         metrics = training_metrics(
             entry_metrics(taken.values, passes=self._configuration.updates.passes),
             group_totals(step.groups, route_disagreements=taken.values.route_disagreements),
@@ -297,7 +296,7 @@ class Training:
                 gap=gap,
                 forward_backward_s=taken.compute_s,
                 probe_s=probe_s,
-                draft=draft,
+                draft=taken.draft,
                 kl_teacher=kl_teacher(step.forests),
                 idle_share=taken.idle_share,
             ),

@@ -7,6 +7,7 @@ which a step whose entries are all older would measure nothing.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -99,17 +100,32 @@ class AppliedUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftMeasures:
-    """What a step measured of its draft head, before the update.
+    """What an update of a draft head measured, before it.
 
     Attributes:
+        rows: That trained, at the first depth.
         loss: Mean of the rows' losses, nats.
         grad_norm: Before clipping; 0 if it was not finite.
         overlap: Mean of the sum of min(p, q), 0..1.
     """
 
+    rows: int
     loss: float
     grad_norm: float
     overlap: float
+
+
+def of_all_updates(parts: Sequence[DraftMeasures]) -> DraftMeasures | None:
+    """Means over the updates of a step, by rows but for the norm's; None without an update."""
+    rows = sum(part.rows for part in parts)
+    if not rows:
+        return None
+    return DraftMeasures(
+        rows=rows,
+        loss=sum(part.rows * part.loss for part in parts) / rows,
+        grad_norm=sum(part.grad_norm for part in parts) / len(parts),
+        overlap=sum(part.rows * part.overlap for part in parts) / rows,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
