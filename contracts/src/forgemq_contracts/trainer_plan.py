@@ -17,6 +17,7 @@ class AskedModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
     config: Annotated[bytes, Meta(description="config.json of the model.")]
     lora: Lora | None = None
+    has_head: Annotated[bool, Meta(description="Whether the run trains a draft head.")] = False
 
 
 class PlannedModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -46,6 +47,10 @@ class PlannedModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     experts_per_token: int
     adapters: Annotated[
         int, Meta(description="Of the run's adapters, besides all others; 0: the model trains.")
+    ] = 0
+
+    draft_head: Annotated[
+        int, Meta(description="Of the run's draft head, besides all others; 0: it trains none.")
     ] = 0
 
     @property

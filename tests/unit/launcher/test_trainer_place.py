@@ -7,6 +7,7 @@ import pytest
 
 from forgemq_contracts.lora import Lora
 from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
+from forgemq_contracts.speculation import Speculation
 from forgemq_launcher.core.configuration import document, names_budget
 from forgemq_launcher.core.trainer_place import Memory, memory_budget_bytes, trainer_device
 from forgemq_launcher.placement import (
@@ -66,6 +67,28 @@ def test_a_gpus_budget_is_what_the_models_state_leaves_of_it_with_a_margin() -> 
     assert _budget(150, parameters_b=8, device="cuda", ranks=8, replicas=2) == 99.0
 
 
+@pytest.mark.parametrize("shard_ranks", [1, 4])
+def test_a_reference_is_shared_like_the_model_and_a_draft_head_is_whole_on_each_rank(
+    shard_ranks: int,
+) -> None:
+    """Of 135 GB: 20 bytes of each of 4e9 weights over the ranks, 18 of each of 0.25e9 of a head."""
+    memory = Memory(
+        free_bytes=150 * 10**9,
+        parameters=4 * 10**9,
+        reference_parameters=4 * 10**9,
+        head_parameters=25 * 10**7,
+    )
+    found = memory_budget_bytes(
+        memory,
+        device="cuda",
+        ranks=4,
+        shard_ranks=shard_ranks,
+        dtype="bfloat16",
+        usual_bytes=USUAL,
+    )
+    assert found == 135_000_000_000 - 80_000_000_000 // shard_ranks - 4_500_000_000
+
+
 def test_of_adapters_only_they_have_a_state_beside_the_frozen_weights() -> None:
     """Of 135 GB, 2 bytes of each of 8e9 weights and 18 of each of 0.1e9 are taken."""
     memory = Memory(free_bytes=150 * 10**9, parameters=10**8, frozen_parameters=8 * 10**9)
@@ -104,3 +127,14 @@ def test_a_run_on_this_machine_gets_a_budget_that_fits_it() -> None:
     huge = msgspec.structs.replace(RUN.trainer, memory_budget_bytes=10**15)
     bounded = with_budget(msgspec.structs.replace(RUN, trainer=huge), {}, device="cpu")
     assert bounded.trainer.memory_budget_bytes < 10**15
+
+
+def test_a_draft_head_that_leaves_nothing_finds_no_budget(tmp_path: Path) -> None:
+    """The file of a head has only a header here, of 10^12 values."""
+    entry = {"fc.weight": {"dtype": "F32", "shape": [10**6, 10**6], "data_offsets": [0, 0]}}
+    header = msgspec.json.encode(entry)
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    huge = msgspec.structs.replace(RUN.trainer, memory_budget_bytes=10**15)
+    run = msgspec.structs.replace(RUN, trainer=huge)
+    guessing = msgspec.structs.replace(run, speculation=Speculation(head=str(tmp_path)))
+    assert with_budget(guessing, {}, device="cpu") == guessing

@@ -86,12 +86,16 @@ def adapter_parameters_of(folder: Path, lora: Lora) -> int:
 
 def _memory(configuration: RunConfiguration, *, free_bytes: int, device: str) -> Memory:
     folder, lora = Path(configuration.model.path), configuration.lora
+    speculation = configuration.speculation
+    head = speculation.head if speculation else ""
     whole = parameters_of(folder)
     copies = frozen_copies(lora, device=device, ranks=configuration.trainer.world_size)
     return Memory(
         free_bytes=free_bytes,
         parameters=whole if lora is None else adapter_parameters_of(folder, lora),
         frozen_parameters=copies * whole,
+        reference_parameters=whole if configuration.loss.reference_weight else 0,
+        head_parameters=parameters_of(Path(head)) if head else 0,
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from forgemq_contracts.draft_head import HeadShape, head_shape
 from forgemq_contracts.model_families import ENGINE_EXTRAS_MODEL_TYPES
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.attention.attention import TreeAttention
@@ -25,6 +26,7 @@ from forgemq_trainer.core.attention.gpu_attention import attention_on
 from forgemq_trainer.core.draft_memory import DraftShape
 from forgemq_trainer.core.drafting import DraftModel, PolicyEnds
 from forgemq_trainer.core.forward import PolicyModel
+from forgemq_trainer.core.memory import ModelShape
 from forgemq_trainer.core.precision import make_precise
 from forgemq_trainer.families import check_head_size
 from forgemq_trainer.model import ATTENTION_NAME, LoadedModel
@@ -114,29 +116,24 @@ def with_draft_head(
         OSError: the folder holds no head.
     """
     policy = loaded.policy
-    kind = getattr(loaded.model.config, "model_type", "")
-    if kind not in ENGINE_EXTRAS_MODEL_TYPES:
-        raise UnsupportedHeadError(
-            f"speculation must be left out for a model of type {kind}; a draft head trains for "
-            f"{', '.join(ENGINE_EXTRAS_MODEL_TYPES)}"
-        )
+    check_policy(getattr(loaded.model.config, "model_type", ""))
     config = read_model_config(folder)
     check_head(config, hidden=policy.shape.hidden, vocabulary=policy.shape.vocabulary)
     device, dtype = policy.head_VH.device, policy.head_VH.dtype
     layer = _load_layer(folder, config, device=device, dtype=dtype)
-    shape = draft_shape(config, policy=policy, depths=depths)
-    if gather_ends is not None:
-        shape = replace(shape, gathered_matrices=1 if policy.shape.is_head_tied else 2)
-    head_size = shape.key_size // int(config.num_key_value_heads)
-    check_head_size(head_size, device=device.type)
+    sizes = _sizes_of(folder)
+    shape = draft_shape(
+        sizes, policy=policy.shape, is_sharing=gather_ends is not None, depths=depths
+    )
+    check_head_size(sizes.head_dim, device=device.type)
     model = DraftModel(
         layer=layer,
         policy_ends=gather_ends or partial(_own_ends, loaded),
         dtype=dtype,
         device=device,
         shape=shape,
-        key_heads=int(config.num_key_value_heads),
-        attention=attention_on(device, head_size=head_size),
+        key_heads=sizes.kv_heads,
+        attention=attention_on(device, head_size=sizes.head_dim),
         make_store=store_of(device),
         top_k=top_k,
         depths=depths,
@@ -176,20 +173,49 @@ def check_head(config: object, *, hidden: int, vocabulary: int) -> None:
             )
 
 
-def draft_shape(config: object, *, policy: PolicyModel, depths: int) -> DraftShape:
-    """Sizes of a head, from its configuration in transformers."""
-    settings: Any = config
-    head_size = settings.head_dim or settings.hidden_size // settings.num_attention_heads
+def check_policy(kind: str) -> None:
+    """Refuse a family for which no draft head was tried.
+
+    Raises:
+        UnsupportedHeadError: names the type of the model, and those that have one.
+    """
+    if kind not in ENGINE_EXTRAS_MODEL_TYPES:
+        raise UnsupportedHeadError(
+            f"speculation must be left out for a model of type {kind}; a draft head trains for "
+            f"{', '.join(ENGINE_EXTRAS_MODEL_TYPES)}"
+        )
+
+
+def draft_shape(
+    head: HeadShape, *, policy: ModelShape, is_sharing: bool, depths: int = DEPTHS
+) -> DraftShape:
+    """What a head's memory depends on.
+
+    Args:
+        head: Its sizes.
+        policy: Of the policy.
+        is_sharing: Whether several ranks share the policy's parameters.
+        depths: How many tokens in a row it learns to guess.
+    """
+    gathered = 1 if policy.is_head_tied else 2
     return DraftShape(
-        hidden=settings.hidden_size,
-        query_size=settings.num_attention_heads * head_size,
-        key_size=settings.num_key_value_heads * head_size,
-        mlp_size=settings.intermediate_size,
-        vocabulary=settings.vocab_size,
-        value_bytes=policy.shape.value_bytes,
-        wide_bytes=policy.shape.wide_bytes,
+        hidden=head.hidden_size,
+        query_size=head.attention_heads * head.head_dim,
+        key_size=head.kv_heads * head.head_dim,
+        mlp_size=head.intermediate_size,
+        vocabulary=head.vocabulary_size,
+        value_bytes=policy.value_bytes,
+        wide_bytes=policy.wide_bytes,
         depths=depths,
+        gathered_matrices=gathered if is_sharing else 0,
     )
+
+
+def _sizes_of(folder: Path) -> HeadShape:
+    try:
+        return head_shape((folder / "config.json").read_bytes())
+    except ValueError as error:
+        raise UnsupportedHeadError(f"speculation.head: {folder}: {error}") from error
 
 
 def _load_layer(

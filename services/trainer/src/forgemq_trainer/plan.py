@@ -4,6 +4,7 @@ Questions and answers are those of `forgemq_contracts.trainer_plan`, a line each
 from the functions that train: the same shape of the model, planner of memory and formula of FLOPs.
 """
 
+import math
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from transformers.utils.logging import set_verbosity_error
 
+from forgemq_contracts.draft_head import HeadShape, head_shape, head_tensors
 from forgemq_contracts.lora import Lora
 from forgemq_contracts.rank_rules import shard_ranks_of
 from forgemq_contracts.run import RunConfiguration
@@ -35,6 +37,7 @@ from forgemq_trainer.core.memory import ModelShape, least_budget_bytes
 from forgemq_trainer.core.planned_step import Ranks, planned_group, planned_step
 from forgemq_trainer.core.traffic import GatheredValues, RankGrid
 from forgemq_trainer.core.tree import Forest, InvalidTreeError, read_tree
+from forgemq_trainer.draft_head import check_policy, draft_shape
 from forgemq_trainer.families import check_expert_rows, check_head_size, check_supported
 from forgemq_trainer.model import DTYPES
 from forgemq_trainer.model_config import (
@@ -76,7 +79,9 @@ def answer(question: PlanQuestion) -> PlannedModel | PlannedStep | RefusedPlan:
     try:
         config = model_config(question.config)
         if isinstance(question, AskedModel):
-            return sizes_of(config, question.lora)
+            sizes = sizes_of(config, question.lora)
+            head = _head_parameters(question.config) if question.has_head else 0
+            return msgspec.structs.replace(sizes, draft_head=head)
     except SettingsError as error:
         return RefusedPlan(reason=str(error))
     try:
@@ -121,6 +126,23 @@ def sizes_of(config: Any, lora: Lora | None = None) -> PlannedModel:  # noqa: AN
     )
 
 
+def _head_parameters(config: bytes) -> int:
+    """Parameters of the draft head that `forgemq new-head` writes for a model."""
+    return sum(math.prod(shape) for shape in head_tensors(_head_shape(config)).values())
+
+
+def _head_shape(config: bytes) -> HeadShape:
+    """Sizes of that head.
+
+    Raises:
+        SettingsError: the model's configuration lacks a size.
+    """
+    try:
+        return head_shape(config)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+
+
 def model_without_memory(config: Any) -> nn.Module:  # noqa: ANN401
     """Transformers' model of this configuration, whose parameters have sizes and no memory.
 
@@ -160,6 +182,10 @@ def step_of(config: Any, asked: AskedStep) -> PlannedStep:  # noqa: ANN401
     check_expert_rows(config, dtype=DTYPES[run.model.dtype])
     check_expert_ranks(config, run.trainer)
     shape = shape_of(config, run, device=asked.device)
+    if run.speculation is not None and run.speculation.is_trained:
+        check_policy(str(config.model_type))
+        head, is_sharing = _head_shape(asked.config), run.trainer.world_size > 1
+        shape = replace(shape, draft=draft_shape(head, policy=shape, is_sharing=is_sharing))
     ranks = Ranks(
         grid=RankGrid(
             shards=shard_ranks_of(run.trainer),

@@ -30,16 +30,28 @@ class Memory:
         free_bytes: Of the GPU with the least, if there are GPUs; else of the machine.
         parameters: That train: the model's, or those of its adapters.
         frozen_parameters: Copies of parameters that do not train, each counted.
+        reference_parameters: Of the model of `loss.reference_weight`; 0 without one.
+        head_parameters: Of a draft head that trains, which each rank has whole; 0 without one.
     """
 
     free_bytes: int
     parameters: int
     frozen_parameters: int = 0
+    reference_parameters: int = 0
+    head_parameters: int = 0
 
     def state_bytes(self, dtype: Literal["float32", "bfloat16"]) -> int:
         """Of weights, masters, gradients and moments, over the ranks that hold them once."""
         trained = STATE_BYTES[dtype] * self.parameters
         return trained + VALUE_BYTES[dtype] * self.frozen_parameters
+
+    def reference_bytes(self, dtype: Literal["float32", "bfloat16"]) -> int:
+        """Of the reference, over the ranks that hold it once."""
+        return VALUE_BYTES[dtype] * self.reference_parameters
+
+    def head_bytes(self, dtype: Literal["float32", "bfloat16"]) -> int:
+        """Of a draft head with its masters, gradients and moments, on each rank."""
+        return STATE_BYTES[dtype] * self.head_parameters
 
 
 def frozen_copies(lora: Lora | None, *, device: str, ranks: int) -> int:
@@ -81,8 +93,8 @@ def memory_budget_bytes(
 ) -> int:
     """Bytes for one rank's activations, keys, values and their gradients; 0 if none are left.
 
-    On a GPU all that the model's state leaves. On a CPU no more than usual: nothing is won by
-    taking a machine's whole memory, and others run there too.
+    On a GPU all that the state of model, reference and draft head leaves. On a CPU no more than
+    usual: nothing is won by taking a machine's whole memory, and others run there too.
 
     Args:
         memory: Found before the run starts.
@@ -92,10 +104,11 @@ def memory_budget_bytes(
         dtype: Of the model.
         usual_bytes: The configuration's default.
     """
-    state_bytes = memory.state_bytes(dtype)
+    shared_bytes = memory.state_bytes(dtype) + memory.reference_bytes(dtype)
+    head_bytes = memory.head_bytes(dtype)
     if device == "cpu":
-        held = state_bytes * (ranks // shard_ranks)
+        held = shared_bytes * (ranks // shard_ranks) + head_bytes * ranks
         left = min(usual_bytes, (int(HOST_SHARE * memory.free_bytes) - held) // ranks)
     else:
-        left = int(GPU_SHARE * memory.free_bytes) - state_bytes // shard_ranks
+        left = int(GPU_SHARE * memory.free_bytes) - shared_bytes // shard_ranks - head_bytes
     return max(0, left // STEP_BYTES * STEP_BYTES)

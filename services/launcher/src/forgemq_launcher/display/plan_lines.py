@@ -54,6 +54,8 @@ def _trainer(plan: RunPlan) -> Iterator[str]:
     yield _row("weights, gradients, moments", size(memory.state_bytes))
     if memory.reference_bytes:
         yield _row("reference", size(memory.reference_bytes))
+    if memory.head_bytes:
+        yield _row("draft head, gradients, moments", size(memory.head_bytes))
     if memory.gathered_bytes:
         yield _row("gathered layers, outside budget", size(memory.gathered_bytes))
     named = "of the run's file" if memory.is_budget_named else "as forgemq run finds it"

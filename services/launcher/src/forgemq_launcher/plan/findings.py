@@ -54,7 +54,7 @@ def _placement_reasons(run: PlannedRun) -> Iterator[str]:
 
 def _trainer_reasons(plan: RunPlan) -> Iterator[str]:
     memory, step = plan.trainer, plan.step
-    held = memory.state_bytes + memory.reference_bytes
+    held = memory.state_bytes + memory.reference_bytes + memory.head_bytes
     room = memory.device_bytes - memory.spare_bytes
     if not memory.budget_bytes and memory.device == "cpu":
         # Ranks without GPUs share the node's memory: more of them hold as much in all.
@@ -206,7 +206,7 @@ def _notes(run: PlannedRun, plan: RunPlan) -> Iterator[str]:
 
 def _not_counted(configuration: RunConfiguration) -> Iterator[str]:
     if configuration.speculation is not None:
-        yield "what guesses tokens ahead ([speculation]) is not counted"
+        yield "what guesses tokens ahead ([speculation]) is not counted on engines"
     if configuration.pool is not None:
         yield (
             "the pool ([pool]) is not counted: it takes host memory beside each engine, by default "

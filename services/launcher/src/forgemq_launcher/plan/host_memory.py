@@ -1,5 +1,7 @@
 """What a run takes of its machines besides GPUs: memory and disks of the trainer's node."""
 
+from typing import Literal
+
 from msgspec import Struct
 
 from forgemq_contracts.lora import publishes_adapters
@@ -69,13 +71,14 @@ def host_memory(
     value_bytes = VALUE_BYTES[dtype]
     weights = published_bytes(configuration, model)
     # AdamW's two moments, and masters if the model is narrower than they are.
-    optimizer = model.trained * (2 * WIDE_BYTES + (WIDE_BYTES if value_bytes < WIDE_BYTES else 0))
+    trained = model.trained + model.draft_head
+    optimizer = trained * (2 * WIDE_BYTES + (WIDE_BYTES if value_bytes < WIDE_BYTES else 0))
     memory = memory_of(configuration, model, free_bytes=0, has_gpu=has_gpu)
-    own = 0 if has_gpu else memory.state_bytes(dtype) * ranks // shard_ranks_of(trainer)
+    own = 0 if has_gpu else _state_bytes(memory, dtype, shard_ranks=shard_ranks_of(trainer)) * ranks
     gathered = weights if publishes_adapters(configuration.lora) else weights_bytes(model, dtype)
     budget = 0 if has_gpu else trainer.memory_budget_bytes * ranks
     kept = max(WEIGHTS_KEPT_MIN, trainer.checkpoints_kept)
-    checkpoint = model.trained * value_bytes + optimizer
+    checkpoint = trained * value_bytes + optimizer
     return HostMemory(
         ranks=ranks,
         loading_bytes=_loading_bytes(configuration, model, ranks=ranks) + own,
@@ -102,7 +105,15 @@ def memory_of(
         free_bytes=free_bytes,
         parameters=model.trained,
         frozen_parameters=copies * model.parameters,
+        reference_parameters=model.parameters if configuration.loss.reference_weight else 0,
+        head_parameters=model.draft_head,
     )
+
+
+def _state_bytes(memory: Memory, dtype: Literal["float32", "bfloat16"], *, shard_ranks: int) -> int:
+    """Of one rank, outside its budget."""
+    shared = memory.state_bytes(dtype) + memory.reference_bytes(dtype)
+    return shared // shard_ranks + memory.head_bytes(dtype)
 
 
 def _loading_bytes(configuration: RunConfiguration, model: PlannedModel, *, ranks: int) -> int:

@@ -132,7 +132,14 @@ def plan_of(run: PlannedRun, ask: Ask) -> RunPlan:
 
 
 def _model(run: PlannedRun, ask: Ask) -> PlannedModel:
-    model = ask(AskedModel(config=run.config, lora=run.configuration.lora))
+    speculation = run.configuration.speculation
+    model = ask(
+        AskedModel(
+            config=run.config,
+            lora=run.configuration.lora,
+            has_head=speculation is not None and speculation.is_trained,
+        )
+    )
     if isinstance(model, RefusedPlan):
         raise PlanError(model.reason)
     assert isinstance(model, PlannedModel), "the answer to this question"

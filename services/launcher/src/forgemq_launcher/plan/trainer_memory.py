@@ -23,6 +23,7 @@ class TrainerMemory(Struct, frozen=True, kw_only=True):
         device_bytes: Of that device; on a CPU the node's memory, which all ranks share.
         state_bytes: Weights, masters, gradients and moments: its part of them.
         reference_bytes: Its part of the model of `loss.reference_weight`.
+        head_bytes: A draft head that trains, with its gradients and moments.
         gathered_bytes: Layers and embedding that it gathers; outside the budget.
         spare_bytes: That the budget leaves for these and for the driver.
         budget_bytes: For activations, keys, values and their gradients.
@@ -35,6 +36,7 @@ class TrainerMemory(Struct, frozen=True, kw_only=True):
     device_bytes: int
     state_bytes: int
     reference_bytes: int
+    head_bytes: int
     gathered_bytes: int
     spare_bytes: int
     budget_bytes: int
@@ -69,14 +71,14 @@ def trainer_memory(
         dtype=dtype,
         usual_bytes=trainer.memory_budget_bytes,
     )
-    has_reference = configuration.loss.reference_weight > 0
     return TrainerMemory(
         ranks=trainer.world_size,
         shard_ranks=shard_ranks,
         device=machines.gpu,
         device_bytes=free_bytes,
         state_bytes=memory.state_bytes(dtype) // shard_ranks,
-        reference_bytes=has_reference * model.parameters * VALUE_BYTES[dtype] // shard_ranks,
+        reference_bytes=memory.reference_bytes(dtype) // shard_ranks,
+        head_bytes=memory.head_bytes(dtype),
         gathered_bytes=_gathered_bytes(model, dtype, expert_ranks=trainer.expert_ranks)
         if trainer.world_size > 1
         else 0,
