@@ -14,7 +14,7 @@ from forgemq_contracts.arrays import pack_floats, pack_ids, unpack_floats
 from forgemq_episode_files.arrow_rows import SCHEMA, RowError, from_arrow, to_arrow
 from forgemq_episode_files.reading import FileError, read_rows
 from forgemq_episode_files.writing import EpisodeWriter
-from tests.unit.episode_files.played import LOGPROBS, rows
+from tests.unit.episode_files.played import CALL, LOGPROBS, rows
 
 
 def write(folder, made, **limits):
@@ -70,6 +70,22 @@ def test_an_export_that_fails_leaves_no_file_that_is_not_whole(tmp_path):
     with pytest.raises(RuntimeError, match="stop"):
         write(tmp_path, broken(), held_tokens_max=1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_calls_are_in_the_column_of_calls_and_rest_has_only_what_it_cannot_hold():
+    odd = {**CALL, "index": 0}
+    messages = (
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "assistant", "tool_calls": [odd]},
+    )
+    made = to_arrow(msgspec.structs.replace(rows()[0], messages=messages))["messages"]
+    assert [each.get("tool_calls") for each in made] == [[CALL], [], None]
+    assert [each["rest"] and msgspec.json.decode(each["rest"]) for each in made] == [
+        None,
+        {"content": None},
+        {"tool_calls": [odd]},
+    ]
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)

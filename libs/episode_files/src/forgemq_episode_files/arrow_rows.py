@@ -169,7 +169,8 @@ def _message_columns(message: Message) -> dict[str, Any]:
 def _are_calls(value: object) -> bool:
     """Whether the column of calls holds exactly these."""
     try:
-        calls = msgspec.convert(value, tuple[_Call, ...])
+        # A list, as the message has: a tuple equals none.
+        calls = msgspec.convert(value, list[_Call])
     except msgspec.ValidationError:
         return False
     return bool(msgspec.to_builtins(calls) == value)
