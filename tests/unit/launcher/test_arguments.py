@@ -1,4 +1,4 @@
-"""The help of `forgemq`."""
+"""The arguments of `forgemq`, and its help."""
 
 import pytest
 
@@ -35,3 +35,36 @@ def test_every_argument_of_every_command_is_explained(
             if line.startswith("  ") and not line.startswith(BELOW):
                 is_beside = "  " in line.strip()
                 assert is_beside or following.startswith(BELOW), f"{command}: {line.strip()}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "value"),
+    [
+        ("inspect desk-1 --requests g-4.1", "what", "g-4.1"),
+        ("replay desk-1 --to incident merger", "service", "merger"),
+        ("run run.toml a=1 --resume desk-1 b=2", "overrides", ["a=1", "b=2"]),
+    ],
+)
+def test_an_argument_that_may_be_left_out_is_taken_behind_an_option_too(
+    arguments: str, name: str, value: object
+) -> None:
+    assert vars(options_of(arguments.split()))[name] == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("inspect desk-1 --requests g-4 g-5", "unrecognized arguments: g-5"),
+        ("replay desk-1 --to incident trainer", "argument service: invalid choice: 'trainer'"),
+        (
+            "run --resume desk-1 trainer.steps=8",
+            "file: name the run's file before key=value, got 'trainer.steps=8'",
+        ),
+    ],
+)
+def test_an_argument_in_the_place_of_another_is_refused_by_name(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        options_of(arguments.split())
+    assert said in capsys.readouterr().err

@@ -19,14 +19,15 @@ COUNT_MAX = 4096
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments, parsed; `key=value` may come before an option or after it."""
+    """The arguments, parsed; options may stand before, between and behind the others."""
     parser, commands = _parser()
     options, left = parser.parse_known_args(arguments)
-    # argparse gives a positional that takes any number only what comes before the next option.
-    if [each for each in left if each.startswith("-") or "overrides" not in options]:
-        commands.choices[options.command].error(f"unrecognized arguments: {' '.join(left)}")
-    if left:
-        options.overrides = [*options.overrides, *left]
+    command = commands.choices[options.command]
+    if left:  # A positional that may be absent got only what comes before the next option.
+        named = argparse.Namespace(command=options.command)
+        options = command.parse_intermixed_args(arguments[1:], named)
+    if options.command == "run" and options.resume and "=" in options.file.name:
+        command.error(f"file: name the run's file before key=value, got {str(options.file)!r}")
     if options.command == "eval":
         files = [each for each in options.overrides if "=" not in each]
         if len(files) > 1:
