@@ -175,6 +175,16 @@ def test_tokens_a_pass_show_only_in_a_run_that_guesses_and_their_fall_as_an_alar
     assert made.acceptance == points
 
 
+def test_what_a_run_without_a_step_or_an_end_has_not_yet_is_not_measured() -> None:
+    begun = report(_run(), trees={}, verdicts=(), duration_s=0.0, reason="")
+    text = _words(table(begun))
+    assert text.startswith(f"{begun.run}: no end on the log ")
+    assert "tree saving not measured staleness" in text
+    assert "time not measured" in text
+    over = msgspec.structs.replace(begun, reason="completed", duration_s=61.0)
+    assert "time 0:01:01" in _words(table(over))
+
+
 def test_the_closing_table_shows_the_newest_alarms_and_counts_the_others() -> None:
     made = _report(_run(MEASURED, alarms=(KL,) * (ALARMS_SHOWN_MAX + 2)))
     assert len(made.alarms) == ALARMS_SHOWN_MAX + 2

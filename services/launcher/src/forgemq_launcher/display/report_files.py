@@ -105,7 +105,11 @@ def closing(report: Report) -> Group:
 
 def table(report: Report) -> Table:
     """The closing table."""
-    shown = Table(title=f"{report.run}: {report.reason}", show_header=False, title_justify="left")
+    shown = Table(
+        title=f"{report.run}: {report.reason or 'no end on the log'}",
+        show_header=False,
+        title_justify="left",
+    )
     for name, value in _lines(report):
         shown.add_row(name, value)
     for verdict in report.guarantees_checked:
@@ -150,12 +154,7 @@ def _lines(report: Report) -> list[tuple[str, str]]:
             ", ".join(f"{each.reason} {each.forks:,}" for each in report.forks) or "none",
         ),
         ("tokens", f"{report.tokens_generated:,} generated, {report.tokens_trained:,} trained"),
-        (
-            "tree saving",
-            f"{_of(report.merge_ratio_per_request)}x per request, "
-            f"{_of(report.merge_ratio_append)}x append-only, "
-            f"{_of(report.merge_ratio_attention)}x attention",
-        ),
+        ("tree saving", _saving(report)),
         ("staleness", f"largest {report.staleness_max}, bound {report.staleness_bound} steps"),
         (
             "groups",
@@ -167,8 +166,19 @@ def _lines(report: Report) -> list[tuple[str, str]]:
         *[("yield J", yield_line(each)) for each in [report.effective_yield] if each],
         *[("tokens a pass", _acceptance(report)) for _ in report.acceptance[:1]],
         ("alarms", _alarms(report)),
-        ("time", duration(report.duration_s)),
+        # Without an end nothing says how long the run was up.
+        ("time", duration(report.duration_s) if report.reason else "not measured"),
     ]
+
+
+def _saving(report: Report) -> str:
+    if report.merge_ratio_per_request is None:
+        return "not measured"
+    return (
+        f"{_of(report.merge_ratio_per_request)}x per request, "
+        f"{_of(report.merge_ratio_append)}x append-only, "
+        f"{_of(report.merge_ratio_attention)}x attention"
+    )
 
 
 def untrained_line(untrained: UntrainedDomain) -> str:
