@@ -40,6 +40,7 @@ def test_ctrl_c_during_set_up_rollouts_and_training_loses_nothing(tmp_path):
             every_step = "trainer.checkpoint_share_max=1.0"
             run.start(DIALOGUE, f"run={RUN}", f"trainer.steps={STEPS}", every_step)
             interrupt_at_line(run, at="SGLang starts", within_s=60)
+            assert f"continue with: {FORGEMQ} run {DIALOGUE} --resume {RUN}\n" in run.output()
 
             run.start(DIALOGUE, "--resume", RUN)
             interrupt_at_line(run, at=r"starting \d+ services", within_s=90)

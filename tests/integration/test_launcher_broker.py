@@ -1,15 +1,22 @@
 """The run's own broker while a signal comes, and while it dies."""
 
 import asyncio
+import io
 import json
 import socket
 import time
 
+import msgspec
 import psutil
 import pytest
+from rich.console import Console
 
+from forgemq_bus.broker import LocalBroker
+from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.core.restarts import RestartPolicy
+from forgemq_launcher.run_folder import RunFolder
 from forgemq_launcher.upkeep.broker import RunBroker
+from tests.small_run import small_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -33,6 +40,24 @@ async def test_a_start_that_nothing_interrupts_gives_an_address(tmp_path):
         assert broker.connection.bootstrap.startswith("127.0.0.1:")
     finally:
         await broker.stop()
+
+
+@pytest.mark.parametrize("command", ["inspect", "replay"])
+def test_a_run_that_ended_before_it_was_announced_is_named_with_what_to_do(tmp_path, command):
+    made = msgspec.structs.replace(small_run(group_partitions=1), run="early-1")
+    folder = RunFolder(tmp_path / "early-1")
+    folder.make(made)
+    broker = LocalBroker(folder / "kafka")
+    broker.start()
+    broker.stop()
+    console = Console(file=io.StringIO(), width=200)
+    environ = {"FORGEMQ_LAUNCHER_RUNS": str(tmp_path)}
+    status = run_tool((command, "early-1"), environ=environ, console=console)
+    assert (status, console.file.getvalue()) == (
+        2,
+        "forgemq: run early-1 ended before it was announced, so nothing is on its log: "
+        "forgemq run FILE --resume early-1 plays it, forgemq delete early-1 removes it\n",
+    )
 
 
 async def test_a_broker_that_cannot_start_again_is_started_once_more(tmp_path):

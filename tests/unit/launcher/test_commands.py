@@ -14,9 +14,8 @@ from rich.console import Console
 from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.commands.creation import blobs_address
-from forgemq_launcher.core.configuration import next_run
 from forgemq_launcher.records.evaluation import DomainEvaluation
-from forgemq_launcher.run_folder import RunFolder, RunFolderError, names_taken
+from forgemq_launcher.run_folder import RunFolder, RunFolderError
 from forgemq_run_view.pass_at_k import PassRate
 from tests.small_run import small_run
 
@@ -207,7 +206,7 @@ def test_an_evaluation_is_listed_as_judged_with_its_success_and_its_whole_id(too
 def run_folder(tmp_path) -> RunFolder:
     """The folder of a run with a broker of its own."""
     folder = RunFolder(tmp_path / "runs" / "desk-1")
-    folder.make(small_run(group_partitions=1))
+    folder.make(msgspec.structs.replace(small_run(group_partitions=1), run="desk-1"))
     (folder / "kafka" / "ports.json").write_text('{"broker": 1}')
     return folder
 
@@ -226,6 +225,7 @@ def test_a_run_that_is_up_is_not_deleted(tool, run_folder):
         status, printed = tool("delete", "desk-1", "--yes")
     assert (status, run_folder.path.is_dir()) == (2, True)
     assert "run desk-1 is already up (process" in printed
+    assert printed.endswith("forgemq stop desk-1 ends it\n")
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../other", "a/b", "Desk", "no-such-run"])
@@ -266,17 +266,6 @@ def test_a_run_whose_deletion_was_killed_is_still_a_run_and_is_deleted_by_the_ne
     assert subprocess.run(command, check=False).returncode == 9
     assert tool("delete", "desk-1", "--yes")[0] == 0
     assert not run_folder.path.exists()
-
-
-def test_a_new_run_gets_a_name_that_nothing_in_the_folder_of_runs_has(tmp_path):
-    (tmp_path / "desk-7").mkdir()
-    assert next_run("desk", taken=names_taken(tmp_path)) == "desk-8"
-    assert names_taken(tmp_path / "absent") == ()
-
-
-def test_of_two_starts_with_one_name_the_second_is_refused(run_folder):
-    with pytest.raises(RunFolderError, match="desk-1 exists: choose another run id"):
-        run_folder.make(run_folder.configuration())
 
 
 @pytest.mark.parametrize("to", ["absent/run.json", "."])

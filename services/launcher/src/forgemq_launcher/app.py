@@ -75,6 +75,7 @@ class RunningRun:
             if not self._setup.is_resumed:
                 self._processes.start_engines()
             if not await self._processes.start_broker(stop=self._stop.event):
+                self._screen.say(self._next_step())
                 return exit_status.INTERRUPTED
             connection = self._processes.connection
             async with open_run_log(connection, configuration, blobs=self._setup.blobs) as log:

@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.core.configuration import (
     ConfigurationError,
@@ -47,8 +49,32 @@ def folder_of_run(
     check_paths(made, source=str(options.file))
     if not names_budget(document(options.file.read_text(), overrides=options.overrides)):
         made = with_budget(made, environ, device=device_of(made, environ))
+    return new_folder(made, runs=runs, is_named=names_run(options.overrides))
+
+
+def new_folder(
+    made: RunConfiguration, *, runs: Path, is_named: bool, is_evaluation: bool = False
+) -> tuple[RunFolder, RunConfiguration]:
+    """The folder of a new run, made; of starts at the same time each gets a number of its own.
+
+    Args:
+        made: With an id that was free.
+        runs: The folder of all runs.
+        is_named: Whether a person chose the id; then it is this one or none.
+        is_evaluation: As of `RunFolder.make`.
+
+    Raises:
+        RunFolderError: a chosen id is taken.
+    """
     folder = RunFolder(runs / made.run)
-    folder.make(made)
+    try:
+        folder.make(made, is_evaluation=is_evaluation)
+    except RunFolderError:
+        if is_named:
+            raise
+        name = made.run.rpartition("-")[0]
+        made = msgspec.structs.replace(made, run=next_run(name, taken=names_taken(runs)))
+        return new_folder(made, runs=runs, is_named=False, is_evaluation=is_evaluation)
     return folder, made
 
 

@@ -25,6 +25,7 @@ from forgemq_launcher.asked_run import (
     folder_named,
     folder_of_run,
     names_run,
+    new_folder,
     resolved,
 )
 from forgemq_launcher.core.configuration import (
@@ -35,7 +36,7 @@ from forgemq_launcher.core.configuration import (
 )
 from forgemq_launcher.display.lines import say
 from forgemq_launcher.placement import DEVICE, device_of
-from forgemq_launcher.run_folder import RunFolder, RunFolderError, names_taken, run_folders
+from forgemq_launcher.run_folder import RunFolderError, names_taken, run_folders
 from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.settings import LauncherSettings
 from forgemq_launcher.upkeep.services import TRANSFORMS
@@ -351,8 +352,7 @@ def _eval(
     run = name if is_named else next_run(f"{name}-eval", taken=names_taken(runs))
     made = configured(values, source=source, run=run)
     check_paths(made, source=source, trains=False)
-    folder = RunFolder(runs / made.run)
-    folder.make(made, is_evaluation=True)
+    folder, made = new_folder(made, runs=runs, is_named=is_named, is_evaluation=True)
     with folder.locked():
         say(console, f"evaluation {folder.run} in {folder.path}, domain as in {source}")
         setup = RunSetup(

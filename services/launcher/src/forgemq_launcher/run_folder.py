@@ -63,6 +63,11 @@ class RunFolder:
         """Whether `forgemq eval` made it: nothing trains there, and nothing can be continued."""
         return (self.path / _EVALUATION).exists()
 
+    def check_name(self) -> None:
+        """Raise RunFolderError if the folder has another name than its run, which the log has."""
+        if (run := self.configuration().run) != self.run:
+            raise RunFolderError(f"{self.path} is the folder of run {run}: give it that name again")
+
     def check_resumable(self) -> None:
         """Raise RunFolderError if there is no run in it that can be continued."""
         if self.is_evaluation:
@@ -70,6 +75,7 @@ class RunFolder:
                 f"{self.run} is an evaluation, which trains nothing: it cannot be continued as a "
                 "run; judge the model again with forgemq eval"
             )
+        self.check_name()
 
     def keep(self, configuration: RunConfiguration) -> None:
         """Write the configuration down; the agents and the next resume read it."""
@@ -142,7 +148,8 @@ class RunFolder:
             except BlockingIOError as error:
                 file.seek(0)
                 raise RunFolderError(
-                    f"run {self.run} is already up (process {file.read().strip()})"
+                    f"run {self.run} is already up (process {file.read().strip()}); "
+                    f"forgemq stop {self.run} ends it"
                 ) from error
             file.truncate(0)
             file.write(str(os.getpid()))

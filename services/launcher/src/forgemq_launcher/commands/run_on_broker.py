@@ -19,6 +19,8 @@ from forgemq_shell.started_run import RunNotStartedError, started_run
 
 STARTED_RUN_TIMEOUT_S = 30.0
 """A broker that was started for the command answers within 10 s, also after a kill."""
+OWN_RECORD_TIMEOUT_S = 5.0
+"""For the record of a run that is down on its own broker, to which nobody writes it any more."""
 
 
 @asynccontextmanager
@@ -31,13 +33,17 @@ async def run_broker(
     started on its data for this block.
 
     Raises:
-        RunFolderError: the run is not known here and FORGEMQ_KAFKA is not set.
+        RunFolderError: the run is not known here and FORGEMQ_KAFKA is not set, its folder has
+            another name, or it is down and was never announced on its own broker.
     """
     if not environ.get("FORGEMQ_KAFKA"):
-        folder.configuration()
+        folder.check_name()
         ports = folder / "kafka" / "ports.json"
         if not ports.is_file():
-            raise RunFolderError(f"run {folder.run} has no broker of its own: set FORGEMQ_KAFKA")
+            raise RunFolderError(
+                f"run {folder.run} has no broker of its own: set FORGEMQ_KAFKA to the one that it "
+                f"was started with; if it ended before it had one, {_ways_on(folder.run)}"
+            )
         if folder.is_up():
             # Its broker belongs to the launcher that holds the run.
             port = msgspec.json.decode(ports.read_bytes(), type=dict[str, int])["broker"]
@@ -45,6 +51,8 @@ async def run_broker(
     broker = RunBroker(folder / "kafka", environ=environ, note=lambda _: None)
     try:
         await broker.start()
+        if broker.is_own:
+            await _check_announced(broker.connection, folder.run)
         yield {**environ, "FORGEMQ_KAFKA": broker.connection.bootstrap}, broker.connection
     finally:
         await broker.stop()
@@ -75,6 +83,22 @@ async def run_on_broker(
         async with open_run_log(connection, started.configuration, blobs=blobs) as log:
             await _check_topics(log, connection, run=folder.run)
             yield log, started
+
+
+async def _check_announced(connection: KafkaConnection, run: str) -> None:
+    log = KafkaLog(connection, run=run)
+    try:
+        await started_run(log, run, timeout_s=OWN_RECORD_TIMEOUT_S)
+    except RunNotStartedError as error:
+        raise RunFolderError(
+            f"run {run} ended before it was announced, so nothing is on its log: {_ways_on(run)}"
+        ) from error
+    finally:
+        await log.close()
+
+
+def _ways_on(run: str) -> str:
+    return f"forgemq run FILE --resume {run} plays it, forgemq delete {run} removes it"
 
 
 async def _check_topics(log: Log, connection: KafkaConnection, *, run: str) -> None:
