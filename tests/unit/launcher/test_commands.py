@@ -116,7 +116,8 @@ def test_an_import_into_a_run_that_is_unknown_or_down_is_refused(tool, run_folde
     file = str(tmp_path / "talks.jsonl")
     assert tool("import", "nobody", file, "--domain", "d") == (
         2,
-        f"forgemq: there is no run 'nobody' in {tmp_path / 'runs'}\n",
+        f"forgemq: there is no run 'nobody' in {tmp_path / 'runs'}: for one that is up elsewhere "
+        "set FORGEMQ_AGENTS_GATEWAY_URL and FORGEMQ_AGENTS_ADMIN_KEY\n",
     )
     assert tool("import", "desk-1", file, "--domain", "d") == (
         2,

@@ -41,6 +41,11 @@ def run_gateway(folder: RunFolder, environ: Mapping[str, str], *, host: str) -> 
         file = environ.get(f"{ADMIN_KEY}_FILE")
         key = first_key(Path(file)) if file else environ.get(ADMIN_KEY, "")
         return RunGateway(named.rstrip("/"), key, is_here=False)
+    if not folder.path.is_dir():
+        raise RunFolderError(
+            f"there is no run {folder.run!r} in {folder.path.parent}: for one that is up elsewhere "
+            f"set {GATEWAY_URL} and {ADMIN_KEY}"
+        )
     model = folder.configuration().model
     if not folder.is_up():
         raise RunFolderError(

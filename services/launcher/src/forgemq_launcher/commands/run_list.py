@@ -135,4 +135,6 @@ def _decoded(path: Path, kind: type[_Read]) -> _Read:
 
 
 def _pair(start: float | None, end: float | None) -> str:
+    if start is None and end is None:
+        return "-"
     return " -> ".join("-" if value is None else f"{value:.2f}" for value in (start, end))
