@@ -342,8 +342,8 @@ def test_a_run_is_held_by_one_launcher_and_made_once(tmp_path):
 
 def test_the_list_of_groups_cuts_nothing_in_80_columns():
     run, follower = SyntheticRun(), Follower(MemoryLog(run="r"), started())
-    run.admit("g-0000000000000007", index=7, version=0)
-    run.retire("g-0000000000000007", reason="zero_variance")
+    run.admit("g-0000000000000000007", index=7, version=0)
+    run.retire("g-0000000000000000007", reason="zero_variance")
     for message in run.messages:
         follower.view.apply(message)
     console = Console(file=io.StringIO(), width=80)
@@ -351,7 +351,7 @@ def test_the_list_of_groups_cuts_nothing_in_80_columns():
     printed = console.file.getvalue()
     names = ("group", "index", "state", "step", "turns", "truncated", "success")
     assert [
-        name for name in (*names, "g-0000000000000007", "zero_variance") if name not in printed
+        name for name in (*names, "g-0000000000000000007", "zero_variance") if name not in printed
     ] == []
     assert "\u2026" not in printed
     assert "older groups" not in printed

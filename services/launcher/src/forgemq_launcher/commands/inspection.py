@@ -195,6 +195,7 @@ def print_groups(follower: Follower, console: Console) -> None:
         box=SIMPLE,
         show_edge=False,
         pad_edge=False,
+        collapse_padding=True,
     )
     rows = follower.view.rows(rows_max=GROUPS_SHOWN_MAX)
     for row in reversed(rows):
