@@ -5,7 +5,6 @@ import io
 import json
 import os
 import re
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,7 +16,6 @@ from forgemq_contracts.lora import Lora
 from forgemq_contracts.run import RunConfiguration, Trainer
 from forgemq_contracts.trainer_plan import AskedModel, PlannedModel, RefusedPlan
 from forgemq_launcher.command_line import run_tool
-from forgemq_launcher.commands.new_head import write_new_head
 from forgemq_launcher.core.configuration import configuration, document
 from forgemq_launcher.placement import adapter_parameters_of, parameters_of
 from forgemq_launcher.plan.engine_memory import (
@@ -34,10 +32,7 @@ from forgemq_launcher.plan.log_bytes import step_bytes
 from forgemq_launcher.plan.machines import GPUS, Machines
 from forgemq_launcher.plan.run_plan import PlannedRun, plan_of
 from forgemq_launcher.plan.trainer_memory import trainer_memory
-from forgemq_trainer.core.memory import least_budget_bytes
 from forgemq_trainer.core.tree import read_tree
-from forgemq_trainer.draft_head import with_draft_head
-from forgemq_trainer.model import load_model
 from forgemq_trainer.plan import answer
 from tests.small_run import small_run
 
@@ -254,57 +249,6 @@ def test_of_a_run_with_adapters_they_alone_have_a_state_beside_the_frozen_model(
     assert engine.weight_bytes == 2 * (681_024 + (0 if published else 2 * adapters))
     assert plan.seconds is not None
     assert plan.seconds.update_s == pytest.approx(2 * 16 * adapters / (0.7 * 3.35e12))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_draft_head_is_planned_as_new_head_writes_it_and_the_trainer_holds_it(
-    tmp_path: Path, ranks: int
-):
-    count = write_new_head(DEMO / "model", tmp_path, seed=0)
-    plans = []
-    for guessing in ((), (f"speculation.head={tmp_path}",)):
-        overrides = (f"trainer.world_size={ranks}", *guessing)
-        run = configuration(
-            document((DEMO / "run.toml").read_text(), overrides=overrides), run="r", folder=ROOT
-        )
-        planned = PlannedRun(
-            configuration=run,
-            config=(DEMO / "model" / "config.json").read_bytes(),
-            machines=msgspec.structs.replace(TWO_H100, gpu="cpu"),
-            is_budget_named=True,
-        )
-        plans.append(plan_of(planned, answer))
-    alone, beside = plans
-    assert (alone.trainer.head_bytes, beside.trainer.head_bytes) == (0, 16 * count)
-    assert beside.trainer.state_bytes == alone.trainer.state_bytes
-    assert beside.host.checkpoint_bytes - alone.host.checkpoint_bytes == 12 * count
-    loaded = load_model(DEMO / "model", dtype="float32", device="cpu")
-    sharing = None if ranks == 1 else partial(pytest.fail, "nothing is gathered")
-    _, policy = with_draft_head(tmp_path, loaded, top_k=4, gather_ends=sharing)
-    assert beside.step.least_budget_bytes == least_budget_bytes(
-        policy.shape,
-        longest_path=run.model.context_tokens_max,
-        head_chunk=run.trainer.head_chunk_tokens,
-    )
-    assert beside.step.least_budget_bytes > alone.step.least_budget_bytes
-
-
-def test_a_family_without_draft_heads_is_said_not_to_fit_with_one():
-    folder = ROOT / "deploy/recipes/minimax-m2"
-    run = configuration(
-        document(next(folder.glob("*.toml")).read_text(), overrides=("speculation.head=h",)),
-        run="r",
-        folder=ROOT,
-    )
-    planned = PlannedRun(
-        configuration=run,
-        config=(folder / "config.json").read_bytes(),
-        machines=TWO_H100,
-        is_budget_named=False,
-    )
-    found = reasons(planned, plan_of(planned, answer))
-    said = "the trainer refuses it: speculation must be left out for a model of type minimax_m2"
-    assert [reason for reason in found if reason.startswith(said)]
 
 
 def test_a_rank_gathers_its_half_of_spread_experts_and_gradients_only_of_what_trains():

@@ -1,0 +1,68 @@
+"""`forgemq plan` of a run with a draft head. The trainer's planner is called in this process."""
+
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forgemq_launcher.commands.new_head import write_new_head
+from forgemq_launcher.core.configuration import configuration, document
+from forgemq_launcher.plan.findings import reasons
+from forgemq_launcher.plan.run_plan import PlannedRun, plan_of
+from forgemq_trainer.core.memory import least_budget_bytes
+from forgemq_trainer.draft_head import with_draft_head
+from forgemq_trainer.model import load_model
+from forgemq_trainer.plan import answer
+from tests.unit.launcher.test_plan import DEMO, ROOT, TWO_H100
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_draft_head_is_planned_as_new_head_writes_it_and_the_trainer_holds_it(
+    tmp_path: Path, ranks: int
+):
+    count = write_new_head(DEMO / "model", tmp_path, seed=0)
+    plans = []
+    for guessing in ((), (f"speculation.head={tmp_path}",)):
+        overrides = (f"trainer.world_size={ranks}", *guessing)
+        run = configuration(
+            document((DEMO / "run.toml").read_text(), overrides=overrides), run="r", folder=ROOT
+        )
+        planned = PlannedRun(
+            configuration=run,
+            config=(DEMO / "model" / "config.json").read_bytes(),
+            machines=msgspec.structs.replace(TWO_H100, gpu="cpu"),
+            is_budget_named=True,
+        )
+        plans.append(plan_of(planned, answer))
+    alone, beside = plans
+    assert (alone.trainer.head_bytes, beside.trainer.head_bytes) == (0, 16 * count)
+    assert beside.trainer.state_bytes == alone.trainer.state_bytes
+    assert beside.host.checkpoint_bytes - alone.host.checkpoint_bytes == 12 * count
+    loaded = load_model(DEMO / "model", dtype="float32", device="cpu")
+    sharing = None if ranks == 1 else partial(pytest.fail, "nothing is gathered")
+    _, policy = with_draft_head(tmp_path, loaded, top_k=4, gather_ends=sharing)
+    assert beside.step.least_budget_bytes == least_budget_bytes(
+        policy.shape,
+        longest_path=run.model.context_tokens_max,
+        head_chunk=run.trainer.head_chunk_tokens,
+    )
+    assert beside.step.least_budget_bytes > alone.step.least_budget_bytes
+
+
+def test_a_family_without_draft_heads_is_said_not_to_fit_with_one():
+    folder = ROOT / "deploy/recipes/minimax-m2"
+    run = configuration(
+        document(next(folder.glob("*.toml")).read_text(), overrides=("speculation.head=h",)),
+        run="r",
+        folder=ROOT,
+    )
+    planned = PlannedRun(
+        configuration=run,
+        config=(folder / "config.json").read_bytes(),
+        machines=TWO_H100,
+        is_budget_named=False,
+    )
+    found = reasons(planned, plan_of(planned, answer))
+    said = "the trainer refuses it: speculation must be left out for a model of type minimax_m2"
+    assert [reason for reason in found if reason.startswith(said)]
