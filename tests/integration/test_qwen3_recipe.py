@@ -57,3 +57,7 @@ def test_the_maths_recipe_plays_and_trains_with_the_scaled_model(
     assert report["guarantees"] == dict.fromkeys(("G1", "G2", "G3", "G4", "G5"), True)
     assert report["groups_retired"]["trained"] == STEPS * GROUPS
     assert report["success_end"] == 0.0
+    # Its MLP has an inner size that the engine pads.
+    said = (run.runs / run_id / "logs" / "inference-0.log").read_text()
+    assert '"event":"loaded_weights"' in said
+    assert [name for name in ("wrong_tensor", "read_back_off") if name in said] == []
