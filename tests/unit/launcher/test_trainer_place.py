@@ -8,7 +8,7 @@ import pytest
 from forgemq_contracts.lora import Lora
 from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
 from forgemq_contracts.speculation import Speculation
-from forgemq_launcher.core.configuration import document, names_budget
+from forgemq_launcher.core.configuration import ConfigurationError, document, names_budget
 from forgemq_launcher.core.trainer_place import Memory, memory_budget_bytes, trainer_device
 from forgemq_launcher.placement import (
     DEVICE,
@@ -138,3 +138,14 @@ def test_a_draft_head_that_leaves_nothing_finds_no_budget(tmp_path: Path) -> Non
     run = msgspec.structs.replace(RUN, trainer=huge)
     guessing = msgspec.structs.replace(run, speculation=Speculation(head=str(tmp_path)))
     assert with_budget(guessing, {}, device="cpu") == guessing
+
+
+@pytest.mark.parametrize("size", [0, 7, 300])
+def test_a_head_whose_file_has_no_whole_header_is_refused_by_its_name(
+    tmp_path: Path, size: int
+) -> None:
+    whole = (DEMO_MODEL / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:size])
+    guessing = msgspec.structs.replace(RUN, speculation=Speculation(head=str(tmp_path)))
+    with pytest.raises(ConfigurationError, match=r"model\.safetensors is no safetensors file, or"):
+        with_budget(guessing, {}, device="cpu")

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from forgemq_contracts import topics
 from forgemq_contracts.run import RunConfiguration
@@ -187,4 +187,29 @@ def test_a_head_whose_file_has_another_tensor_is_refused_by_its_name(tmp_path: P
     with pytest.raises(
         UnsupportedHeadError, match=r"differing: layers\.0\.self_attn\.k_proj\.bias"
     ):
+        _training(_configuration(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [(0, "a safetensors file has at least 8 bytes, got 0"), (20_000, "it was copied in part")],
+)
+def test_a_head_whose_file_was_copied_in_part_is_refused(
+    tmp_path: Path, size: int, message: str
+) -> None:
+    file = save_head(tmp_path / "head") / "model.safetensors"
+    assert file.stat().st_size > size
+    with file.open("r+b") as opened:
+        opened.truncate(size)
+    with pytest.raises(UnsupportedHeadError, match=rf"^speculation\.head: .*{message}"):
+        _training(_configuration(tmp_path))
+
+
+def test_a_head_with_a_value_that_is_no_number_is_refused_by_its_tensor(tmp_path: Path) -> None:
+    """No gradient would be finite, so no update would ever change it."""
+    file = save_head(tmp_path / "head") / "model.safetensors"
+    tensors = load_file(file)
+    tensors["fc.weight"][0, 0] = torch.nan
+    save_file(tensors, file)
+    with pytest.raises(UnsupportedHeadError, match=r"fc\.weight in .* infinite or no numbers$"):
         _training(_configuration(tmp_path))

@@ -10,6 +10,8 @@ from forgemq_contracts.lane_engines import every_lane, gpus_of
 from forgemq_contracts.lora import Lora
 from forgemq_contracts.rank_rules import shard_ranks_of
 from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.weight_buckets import header_bytes
+from forgemq_launcher.core.configuration import ConfigurationError
 from forgemq_launcher.core.gpus import visible_gpus
 from forgemq_launcher.core.trainer_place import (
     Memory,
@@ -100,12 +102,22 @@ def _memory(configuration: RunConfiguration, *, free_bytes: int, device: str) ->
 
 
 def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the tensors in a model's safetensors files."""
+    """Names and shapes of the tensors in a model's safetensors files.
+
+    Raises:
+        ConfigurationError: names a file without a whole header.
+    """
     for file in folder.glob("*.safetensors"):
-        with file.open("rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            header = msgspec.json.decode(opened.read(size), type=dict[str, _Tensor])
-        for name, tensor in header.items():
+        try:
+            with file.open("rb") as opened:
+                start = opened.read(8)
+                header = opened.read(header_bytes(start) - len(start))
+            tensors = msgspec.json.decode(header, type=dict[str, _Tensor])
+        except ValueError as error:  # Of msgspec too.
+            raise ConfigurationError(
+                f"{file} is no safetensors file, or was copied in part: {error}"
+            ) from error
+        for name, tensor in tensors.items():
             if name != "__metadata__":
                 yield name, tensor.shape
 

@@ -32,6 +32,7 @@ from forgemq_trainer.families import check_head_size
 from forgemq_trainer.model import ATTENTION_NAME, LoadedModel
 from forgemq_trainer.model_config import read_model_config
 from forgemq_trainer.offload import store_of
+from forgemq_trainer.storage.tensor_files import StoredTensorsError, tensors_in
 from forgemq_trainer.storage.weights import WEIGHTS_FILE
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
@@ -44,7 +45,7 @@ next; one that learned two had 0.75 at both.
 
 
 class UnsupportedHeadError(SettingsError):
-    """The draft head does not fit the policy, or the engine's class; says which field and rule."""
+    """The draft head is damaged, or does not fit the policy or the engine's class; says how."""
 
 
 class DraftLayer(nn.Module):
@@ -112,7 +113,7 @@ def with_draft_head(
         The head, and the policy with a shape that counts the head's memory.
 
     Raises:
-        UnsupportedHeadError: it is no head of this policy.
+        UnsupportedHeadError: it is no head of this policy, or damaged.
         OSError: the folder holds no head.
     """
     policy = loaded.policy
@@ -228,12 +229,25 @@ def _load_layer(
     AttentionInterface.register(ATTENTION_NAME, shared_attention_interface)
     config._attn_implementation = ATTENTION_NAME
     layer = DraftLayer(config)
-    _fill(layer, load_file(folder / WEIGHTS_FILE), folder=folder)
+    _fill(layer, _read_tensors(folder / WEIGHTS_FILE), folder=folder)
     layer.to(device)
     # The parameters alone: rotary frequencies rounded to bfloat16 would move every position.
-    for parameter in layer.parameters():
+    for name, parameter in layer.named_parameters():
         parameter.data = parameter.data.to(dtype)
+        # No update would change it: each one's gradient would not be finite either.
+        if not bool(parameter.isfinite().all()):
+            raise UnsupportedHeadError(
+                f"speculation.head: {name} in {folder} has values that are infinite or no numbers"
+            )
     return layer
+
+
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    try:
+        tensors_in(file)  # Says how a file is damaged, which `load_file` does not.
+    except StoredTensorsError as error:
+        raise UnsupportedHeadError(f"speculation.head: {error}") from error
+    return load_file(file)
 
 
 def _fill(layer: DraftLayer, tensors: Mapping[str, Tensor], *, folder: Path) -> None:
