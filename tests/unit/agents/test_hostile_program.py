@@ -63,6 +63,6 @@ async def test_a_program_of_an_agent_finds_no_key_of_gateway_broker_or_blobs(
     finally:
         with suppress(ProcessLookupError):  # It ended by itself.
             agents.kill()
-        await agents.wait()
+        await agents.communicate()
     found = [json.loads(line) for line in (tmp_path / "found.json").read_text().splitlines()]
     assert found == [NOTHING, NOTHING]

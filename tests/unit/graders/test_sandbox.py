@@ -329,7 +329,7 @@ asyncio.run(main())
     assert await asking.stdout.readline() == b"checked\n"
     await until(lambda: bool(programs_left()))
     asking.kill()
-    await asking.wait()
+    await asking.communicate()
     await until(lambda: not programs_left())
 
 

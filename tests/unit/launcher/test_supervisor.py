@@ -255,7 +255,7 @@ time.sleep(60)
     service_pid = int(await process.stdout.readline())
     await until_written(log, "up")
     process.kill()
-    await process.wait()
+    await process.communicate()  # Also to the end of its pipe, which a closed loop would miss.
     async with asyncio.timeout(10):
         while is_alive(service_pid):  # noqa: ASYNC110 - a process has no event
             await asyncio.sleep(0.05)
