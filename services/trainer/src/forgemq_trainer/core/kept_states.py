@@ -19,9 +19,10 @@ from forgemq_trainer.core.tree import Forest, Integers
 
 
 class KeptStates:
-    """Without gradient; those of one rank alone in one block stay where they are.
+    """The states of one pass over a layout, without gradient.
 
-    Others lie in a store outside the memory budget.
+    If one process runs the layout at once they stay where they are. Otherwise they lie in a store
+    outside the memory budget.
 
     Lifecycle: `keep` of every block of a pass, then `share`, then `of`.
     """
@@ -39,7 +40,7 @@ class KeptStates:
 
         Args:
             forest: Of the layout.
-            run: Of the layout.
+            run: How this process runs it.
             hidden: H.
             dtype: Of the states.
             make_store: Allocates the store.
