@@ -250,7 +250,8 @@ async def test_headers_without_end_behind_a_body_are_refused_by_their_size() -> 
     async with connected() as (reader, writer):
         writer.write(LINE + b"transfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n")
         writer.write(b"x: yyyyyyyyyyyyyyyy\r\n" * 5000)
-        said = await asyncio.wait_for(reader.read(), 5)
+        # The server may close before it has read all of it, which resets the connection.
+        said = await asyncio.wait_for(reader.readline(), 5)
     assert said.startswith(b"HTTP/1.1 400")
 
 
