@@ -35,3 +35,11 @@ def four_ranks() -> Iterator[RankProcesses]:
     ranks = RankProcesses(world=4)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="module", params=[3, 4])
+def ranks_of(request: pytest.FixtureRequest) -> Iterator[tuple[int, RankProcesses]]:
+    """Three and four ranks on the CPU, and how many they are."""
+    ranks = RankProcesses(world=request.param)
+    yield request.param, ranks
+    ranks.close()

@@ -1,7 +1,7 @@
 """A draft head on several ranks has the gradients, weights and checkpoints of one rank's."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from forgemq_contracts.loss import Loss
-from forgemq_trainer.core.assignment import Round
 from forgemq_trainer.core.draft_loss import DraftTotals
 from forgemq_trainer.core.drafting import Drafting
 from forgemq_trainer.core.loss import loss_function
@@ -45,13 +44,12 @@ from tests.unit.trainer.rank_scene import (
     RankProcesses,
 )
 from tests.unit.trainer.scene import (
-    adversarial_samples,
     agent_samples,
     make_model,
     merge,
     save_base,
 )
-from tests.unit.trainer.team_scene import team_of
+from tests.unit.trainer.team_scene import forests_of_teams, rounds_of_teams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(START_DEADLINE_S + 2 * WORK_DEADLINE_S)]
 
@@ -59,44 +57,6 @@ CHUNK = 8
 STEPS = (0, 1, 2)
 
 Gradients = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module", params=[3, 4])
-def some_ranks(request: pytest.FixtureRequest) -> Iterator[RankProcesses]:
-    """Three and four ranks."""
-    ranks = RankProcesses(world=request.param)
-    yield ranks
-    ranks.close()
-
-
-def _forests() -> list[Forest]:
-    generator = np.random.default_rng(3)
-    samples = [
-        agent_samples(generator, rollouts=5, turns=5),
-        adversarial_samples(generator),
-        agent_samples(generator, rollouts=6, turns=4, is_stripped=True),
-        agent_samples(generator, rollouts=5, turns=4),
-    ]
-    return [read_tree(merge(each, f"g-{number}")) for number, each in enumerate(samples)]
-
-
-def _rounds(forests: Sequence[Forest], world: int) -> tuple[Round, ...]:
-    """Ranks alone, in teams, and with nothing to run; in one block and in several."""
-    team = partial(team_of, forests)
-    if world == 3:
-        return (
-            Round(teams=(team((0, 1), (1,)), team((1, 3), (0, 3)))),
-            Round(teams=(team((0, 3), (2,), blocks=5, is_offloaded=True),)),
-        )
-    return (
-        Round(
-            teams=(
-                team((0, 2), (0, 1), blocks=4, is_offloaded=True),
-                team((2, 3), (2,), blocks=4),
-            )
-        ),
-        Round(teams=(team((0, 4), (3,)),)),
-    )
 
 
 def _objective(forests: Sequence[Forest]) -> Objective:
@@ -115,7 +75,7 @@ def _of_rank(
     ranks: Ranks, folder: Path, kind: str, depths: int
 ) -> tuple[Gradients, Gradients, list[DraftTotals]]:
     """The head's gradients and sums of this rank, and the policy's whole gradients."""
-    forests = _forests()
+    forests = forests_of_teams()
     model = make_model(kind, torch.float64)
     sharded = shard(prepare(model), ranks=ranks, dtype=torch.float64)
     head, policy = with_draft_head(
@@ -125,7 +85,7 @@ def _of_rank(
         depths=depths,
         gather_ends=partial(whole_ends, model, dtype=torch.float64),
     )
-    rounds = _rounds(forests, ranks.world_size)
+    rounds = rounds_of_teams(forests, ranks.world_size)
     drafting = Drafting(head.model, forests, loss_weight=0.7)
     with sharded.gathering.update(Kept.NOTHING, backwards=passes_of(rounds).backwards):
         forward_backward_rounds(
@@ -147,11 +107,11 @@ def _worst(ours: Gradients, theirs: Gradients) -> float:
 
 @pytest.mark.parametrize(("kind", "depths"), [("qwen3", 3), ("llama", 2)])
 def test_the_gradients_of_a_head_on_ranks_add_up_to_those_of_one_rank(
-    tmp_path: Path, some_ranks: RankProcesses, kind: str, depths: int
+    tmp_path: Path, ranks_of: tuple[int, RankProcesses], kind: str, depths: int
 ) -> None:
     """Qwen3's head is tied to the embedding here, and Llama's is not."""
-    results = some_ranks.run(_of_rank, save_head(tmp_path), kind, depths)
-    forests, loaded = _forests(), prepare(make_model(kind, torch.float64))
+    results = ranks_of[1].run(_of_rank, save_head(tmp_path), kind, depths)
+    forests, loaded = forests_of_teams(), prepare(make_model(kind, torch.float64))
     head, policy = with_draft_head(tmp_path, loaded, top_k=5, depths=depths)
     assert policy.shape.is_head_tied == (kind == "qwen3")
     drafting = Drafting(head.model, forests, loss_weight=0.7)

@@ -3,7 +3,6 @@
 Also that the ranks of a team hold what is predicted.
 """
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from forgemq_contracts.loss import Loss, SequenceMask
-from forgemq_trainer.core.assignment import Round
 from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.reference import read_forests
@@ -29,7 +27,7 @@ from forgemq_trainer.core.step import (
     group_loss_weights,
     merged,
 )
-from forgemq_trainer.core.team_plans import Team, TeamPlans
+from forgemq_trainer.core.team_plans import TeamPlans
 from forgemq_trainer.core.traffic import Kept, passes_of
 from forgemq_trainer.core.tree import Floats, Forest, read_tree
 from forgemq_trainer.model import prepare
@@ -43,14 +41,12 @@ from tests.unit.trainer.rank_scene import (
     RankProcesses,
 )
 from tests.unit.trainer.scene import (
-    adversarial_samples,
     agent_samples,
     make_model,
     merge,
-    routed,
     save_base,
 )
-from tests.unit.trainer.team_scene import team_of
+from tests.unit.trainer.team_scene import forests_of_teams, rounds_of_teams
 from tests.unit.trainer.test_ranks_updates import begun, of_rank
 from tests.unit.trainer.test_step_updates import FOUR, OPTIMIZER, exact_configuration, exact_model
 
@@ -60,48 +56,6 @@ CHUNK = 8
 KINDS = ("qwen3", "gpt_oss", "qwen3_moe")
 
 Gradients = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module", params=[3, 4])
-def ranks_of(request: pytest.FixtureRequest) -> Iterator[tuple[int, RankProcesses]]:
-    """Three and four ranks, for all tests of this file."""
-    ranks = RankProcesses(world=request.param)
-    yield request.param, ranks
-    ranks.close()
-
-
-def _forests(kind: str) -> list[Forest]:
-    """Groups of about 220, 14, 270 and 220 tokens."""
-    generator = np.random.default_rng(3)
-    samples = [
-        agent_samples(generator, rollouts=5, turns=5),
-        adversarial_samples(generator),
-        agent_samples(generator, rollouts=6, turns=4, is_stripped=True),
-        agent_samples(generator, rollouts=5, turns=4),
-    ]
-    trees = [merge(each, f"g-{number}") for number, each in enumerate(samples)]
-    if kind == "qwen3_moe":
-        trees = [routed(tree, layers=2, top_k=2, experts=4) for tree in trees]
-    return [read_tree(tree) for tree in trees]
-
-
-def _rounds(forests: Sequence[Forest], world: int) -> tuple[Round, ...]:
-    """A team of some ranks beside one of others, and one of all; in one block and in several."""
-
-    def team(
-        first: int, end: int, *groups: int, blocks: int = 1, is_offloaded: bool = False
-    ) -> Team:
-        return team_of(forests, (first, end), groups, blocks=blocks, is_offloaded=is_offloaded)
-
-    if world == 3:
-        return (
-            Round(teams=(team(0, 1, 1), team(1, 3, 0, 3))),
-            Round(teams=(team(0, 3, 2, blocks=5, is_offloaded=True),)),
-        )
-    return (
-        Round(teams=(team(0, 2, 0, 1, blocks=4, is_offloaded=True), team(2, 4, 2, blocks=4))),
-        Round(teams=(team(0, 4, 3),)),
-    )
 
 
 def _objective(forests: list[Forest]) -> Objective:
@@ -121,10 +75,10 @@ def _model(kind: str) -> torch.nn.Module:
 
 
 def _of_rank(ranks: Ranks, kind: str) -> tuple[Gradients, EntryValues, list[Floats]] | None:
-    model, forests = _model(kind), _forests(kind)
+    model, forests = _model(kind), forests_of_teams(kind)
     sharded = shard(prepare(model), ranks=ranks, dtype=torch.float64)
     policy = sharded.policy
-    rounds = _rounds(forests, ranks.world_size)
+    rounds = rounds_of_teams(forests, ranks.world_size)
     with sharded.gathering.reading(Kept.NOTHING):
         read = read_rounds(policy, forests, rounds, peers=ranks, head_chunk=CHUNK)
     with sharded.gathering.update(Kept.NOTHING, backwards=passes_of(rounds).backwards):
@@ -146,7 +100,7 @@ def test_gradients_and_log_probabilities_of_teams_are_those_of_one_rank(
 ) -> None:
     _, processes = ranks_of
     gradients, values, read = processes.run(_of_rank, kind)[0]
-    model, forests = _model(kind), _forests(kind)
+    model, forests = _model(kind), forests_of_teams(kind)
     policy = prepare(model).policy
     whole = plan_step(forests, shape=policy.shape, budget_bytes=10**9, head_chunk=CHUNK)
     expected = forward_backward(policy, _objective(forests), whole, head_chunk=CHUNK)
