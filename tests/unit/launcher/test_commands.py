@@ -203,15 +203,6 @@ def test_an_evaluation_is_listed_as_judged_with_its_success_and_its_whole_id(too
     assert cells() == ["command-line-eval-1", "judged", "-", "0.28"]
 
 
-@pytest.fixture
-def run_folder(tmp_path) -> RunFolder:
-    """The folder of a run with a broker of its own."""
-    folder = RunFolder(tmp_path / "runs" / "desk-1")
-    folder.make(msgspec.structs.replace(small_run(group_partitions=1), run="desk-1"))
-    (folder / "kafka" / "ports.json").write_text('{"broker": 1}')
-    return folder
-
-
 def test_a_run_with_its_own_broker_is_deleted_with_its_folder(tool, run_folder):
     status, printed = tool("delete", "desk-1")
     assert (status, run_folder.path.is_dir()) == (2, True)

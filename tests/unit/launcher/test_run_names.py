@@ -2,7 +2,6 @@
 
 import io
 
-import msgspec
 import pytest
 from rich.console import Console
 
@@ -10,16 +9,6 @@ from forgemq_launcher.asked_run import new_folder
 from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.core.configuration import next_run
 from forgemq_launcher.run_folder import RunFolder, RunFolderError, names_taken
-from tests.small_run import small_run
-
-
-@pytest.fixture
-def run_folder(tmp_path) -> RunFolder:
-    """The folder of a run with a broker of its own."""
-    folder = RunFolder(tmp_path / "runs" / "desk-1")
-    folder.make(msgspec.structs.replace(small_run(group_partitions=1), run="desk-1"))
-    (folder / "kafka" / "ports.json").write_text('{"broker": 1}')
-    return folder
 
 
 def tool(run_folder: RunFolder, *arguments: str) -> tuple[int, str]:

@@ -53,6 +53,11 @@ class Memory:
         """Of a draft head with its masters, gradients and moments, on each rank."""
         return STATE_BYTES[dtype] * self.head_parameters
 
+    def rank_bytes(self, dtype: Literal["float32", "bfloat16"], *, shard_ranks: int) -> int:
+        """Of one rank, outside its budget, if so many ranks hold model and reference once."""
+        shared = self.state_bytes(dtype) + self.reference_bytes(dtype)
+        return shared // shard_ranks + self.head_bytes(dtype)
+
 
 def frozen_copies(lora: Lora | None, *, device: str, ranks: int) -> int:
     """Copies of the model's own weights that do not train, in the memory of the trainer's device.
@@ -104,11 +109,9 @@ def memory_budget_bytes(
         dtype: Of the model.
         usual_bytes: The configuration's default.
     """
-    shared_bytes = memory.state_bytes(dtype) + memory.reference_bytes(dtype)
-    head_bytes = memory.head_bytes(dtype)
+    held = memory.rank_bytes(dtype, shard_ranks=shard_ranks)
     if device == "cpu":
-        held = shared_bytes * (ranks // shard_ranks) + head_bytes * ranks
-        left = min(usual_bytes, (int(HOST_SHARE * memory.free_bytes) - held) // ranks)
+        left = min(usual_bytes, int(HOST_SHARE * memory.free_bytes) // ranks - held)
     else:
-        left = int(GPU_SHARE * memory.free_bytes) - shared_bytes // shard_ranks - head_bytes
+        left = int(GPU_SHARE * memory.free_bytes) - held
     return max(0, left // STEP_BYTES * STEP_BYTES)

@@ -1,7 +1,5 @@
 """What a run takes of its machines besides GPUs: memory and disks of the trainer's node."""
 
-from typing import Literal
-
 from msgspec import Struct
 
 from forgemq_contracts.lora import publishes_adapters
@@ -74,7 +72,8 @@ def host_memory(
     trained = model.trained + model.draft_head
     optimizer = trained * (2 * WIDE_BYTES + (WIDE_BYTES if value_bytes < WIDE_BYTES else 0))
     memory = memory_of(configuration, model, free_bytes=0, has_gpu=has_gpu)
-    own = 0 if has_gpu else _state_bytes(memory, dtype, shard_ranks=shard_ranks_of(trainer)) * ranks
+    held = memory.rank_bytes(dtype, shard_ranks=shard_ranks_of(trainer))
+    own = 0 if has_gpu else held * ranks
     gathered = weights if publishes_adapters(configuration.lora) else weights_bytes(model, dtype)
     budget = 0 if has_gpu else trainer.memory_budget_bytes * ranks
     kept = max(WEIGHTS_KEPT_MIN, trainer.checkpoints_kept)
@@ -108,12 +107,6 @@ def memory_of(
         reference_parameters=model.parameters if configuration.loss.reference_weight else 0,
         head_parameters=model.draft_head,
     )
-
-
-def _state_bytes(memory: Memory, dtype: Literal["float32", "bfloat16"], *, shard_ranks: int) -> int:
-    """Of one rank, outside its budget."""
-    shared = memory.state_bytes(dtype) + memory.reference_bytes(dtype)
-    return shared // shard_ranks + memory.head_bytes(dtype)
 
 
 def _loading_bytes(configuration: RunConfiguration, model: PlannedModel, *, ranks: int) -> int:

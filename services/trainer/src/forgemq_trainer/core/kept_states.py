@@ -4,7 +4,7 @@ A rank alone keeps those of all tokens. A rank of a team has those of its own ra
 tokens' parents may lie in the ranges of others: `share` hands their states over. A parent that lies
 before a range is an ancestor of the range's first token, so these are few.
 
-N tokens of a layout, T tokens of a run, U kept tokens, H hidden size.
+N tokens of a layout, T tokens of a run, U kept tokens, C handed over, H hidden size.
 """
 
 from collections.abc import Sequence
@@ -54,6 +54,8 @@ class KeptStates:
             count = int(self._place_N.max()) + 1
             self._states_UH = make_store((count, hidden), dtype)
         self._is_stored = self._states_UH is not None
+        own_count = sum(end - start for start, end in run.blocks)
+        self._is_own_C = self._place_N[self._handed] < own_count
         self._roots = np.flatnonzero((forest.parent_N < 0) & (self._place_N >= 0))
 
     @property
@@ -82,12 +84,11 @@ class KeptStates:
         """
         if self._team is None or not len(self._handed):
             return
-        is_own = self._is_own(self._handed)
         wide = torch.promote_types(self._stored.dtype, torch.float32)
         size = len(self._handed), self._stored.shape[1]
         given_CH = torch.zeros(size, dtype=wide, device=device)
-        own = torch.from_numpy(is_own).to(device)
-        given_CH[own] = self.of(self._handed[is_own]).to(device, wide)
+        own = torch.from_numpy(self._is_own_C).to(device)
+        given_CH[own] = self.of(self._handed[self._is_own_C]).to(device, wide)
         # Each state is on one rank and 0 on the others, so their sum is that state.
         shared_CH = self._team.peers.all_reduce(given_CH)
         places = torch.from_numpy(self._place_N[self._handed]).to(self._stored.device)
@@ -108,28 +109,18 @@ class KeptStates:
         assert self._states_UH is not None, "no pass ran"
         return self._states_UH
 
-    def _is_own(self, tokens: Integers) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        assert self._team is not None
-        return np.asarray(_owners(len(self._place_N), self._team)[tokens] == self._team.peers.rank)
-
 
 def _handed_over(forest: Forest, team: TeamBlocks | None) -> Integers:
     """Parents of tokens that another rank runs, of the whole layout, ascending."""
     if team is None:
         return np.zeros(0, dtype=np.int64)
-    rank_N = _owners(forest.token_count, team)
-    is_child_N = forest.parent_N >= 0
-    is_apart_N = is_child_N & (rank_N[forest.parent_N] != rank_N)
-    return np.asarray(np.unique(forest.parent_N[is_apart_N]), dtype=np.int64)
-
-
-def _owners(count: int, team: TeamBlocks) -> Integers:
-    """The rank that runs each token of a layout."""
-    rank_N = np.zeros(count, dtype=np.int64)
+    rank_N = np.zeros(forest.token_count, dtype=np.int64)
     for ranges in team.ranges:
         for rank, (start, end) in enumerate(ranges):
             rank_N[start:end] = rank
-    return rank_N
+    is_child_N = forest.parent_N >= 0
+    is_apart_N = is_child_N & (rank_N[forest.parent_N] != rank_N)
+    return np.asarray(np.unique(forest.parent_N[is_apart_N]), dtype=np.int64)
 
 
 def _places(forest: Forest, blocks: Sequence[Range], handed: Integers) -> Integers:
