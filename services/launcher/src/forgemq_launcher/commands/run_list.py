@@ -1,6 +1,6 @@
 """`forgemq runs`: every run of this machine, and those that only its broker knows."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -8,14 +8,13 @@ import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
-from forgemq_bus.kafka import KafkaLog
-from forgemq_bus.kafka_runs import runs_on_broker
 from forgemq_launcher import exit_status
 from forgemq_launcher.display.lines import say, show
 from forgemq_launcher.records.evaluation import DomainEvaluation
+from forgemq_launcher.records.known_runs import runs_there
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
 from forgemq_run_view.report import Report
-from forgemq_shell.announced_runs import AnnouncedRun, announced_runs
+from forgemq_shell.announced_runs import AnnouncedRun
 from forgemq_shell.connection import kafka_connection
 from forgemq_telemetry.curves import read_curves
 
@@ -43,25 +42,13 @@ async def list_runs(
             unreadable.append(str(error))
     if environ.get("FORGEMQ_KAFKA"):
         here = {folder.run for folder in folders}
-        for each in await _runs_elsewhere(environ, here=here):
-            shown.add_row(each.started.run, *_announced_cells(each))
+        for each in await runs_there(kafka_connection(environ)):
+            if each.started.run not in here:
+                shown.add_row(each.started.run, *_announced_cells(each))
     show(console, shown if shown.row_count else "no runs yet: `make demo` makes the first")
     for reason in unreadable:
         say(console, reason)
     return exit_status.FAILED if unreadable else exit_status.OK
-
-
-async def _runs_elsewhere(
-    environ: Mapping[str, str], *, here: Collection[str]
-) -> list[AnnouncedRun]:
-    connection = kafka_connection(environ)
-    present = await runs_on_broker(connection)
-    log = KafkaLog(connection, run="")
-    try:
-        announced = await announced_runs(log)
-    finally:
-        await log.close()
-    return [each for each in announced if each.started.run in present - set(here)]
 
 
 def _announced_cells(announced: AnnouncedRun) -> tuple[str, ...]:

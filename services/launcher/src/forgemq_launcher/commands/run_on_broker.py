@@ -6,11 +6,10 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from forgemq_bus.blobs import BlobStore
-from forgemq_bus.errors import UnknownPlaceError
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
-from forgemq_bus.log import Log, Place
+from forgemq_bus.log import Log
 from forgemq_contracts.run import StartedRun
-from forgemq_contracts.topics import TRAINED_STEPS
+from forgemq_launcher.records.known_runs import absence_of
 from forgemq_launcher.records.run_log import open_run_log
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
 from forgemq_launcher.upkeep.broker import RunBroker
@@ -35,6 +34,8 @@ async def run_broker(
     Raises:
         RunFolderError: the run is not known here and FORGEMQ_KAFKA is not set, its folder has
             another name, or it is down and was never announced on its own broker.
+        RunNotStartedError: the broker that FORGEMQ_KAFKA names has no topics of the run.
+        LogUnavailableError: that broker does not answer.
     """
     if not environ.get("FORGEMQ_KAFKA"):
         folder.check_name()
@@ -53,6 +54,8 @@ async def run_broker(
         await broker.start()
         if broker.is_own:
             await _check_announced(broker.connection, folder.run)
+        else:
+            await _check_there(broker.connection, folder)
         yield {**environ, "FORGEMQ_KAFKA": broker.connection.bootstrap}, broker.connection
     finally:
         await broker.stop()
@@ -67,6 +70,7 @@ async def run_on_broker(
     Raises:
         RunFolderError: the run is not known here and FORGEMQ_KAFKA is not set.
         RunNotStartedError: the run is not on the broker, or not any more.
+        LogUnavailableError: the broker does not answer.
         UnreadableRunError: a later release may have started it.
         SettingsError: the address of its blobs is of a kind that this machine cannot read.
     """
@@ -81,7 +85,6 @@ async def run_on_broker(
         blobs = environ.get("FORGEMQ_BLOBS") or own
         _check_address(blobs, run=folder.run)
         async with open_run_log(connection, started.configuration, blobs=blobs) as log:
-            await _check_topics(log, connection, run=folder.run)
             yield log, started
 
 
@@ -101,14 +104,11 @@ def _ways_on(run: str) -> str:
     return f"forgemq run FILE --resume {run} plays it, forgemq delete {run} removes it"
 
 
-async def _check_topics(log: Log, connection: KafkaConnection, *, run: str) -> None:
-    """Raise RunNotStartedError if the run was deleted: its start stays on a topic of all runs."""
-    try:
-        await log.first_positions([Place(TRAINED_STEPS.name, 0)])
-    except UnknownPlaceError as error:
-        raise RunNotStartedError(
-            f"run {run} has no topics on {connection.bootstrap}: it was deleted"
-        ) from error
+async def _check_there(connection: KafkaConnection, folder: RunFolder) -> None:
+    """Raise RunNotStartedError if the run has no topics, unless a launcher here may make them."""
+    absence = await absence_of(connection, folder.run)
+    if absence and not (folder.path.is_dir() and folder.is_up()):
+        raise RunNotStartedError(absence)
 
 
 def _check_address(blobs: str, *, run: str) -> None:

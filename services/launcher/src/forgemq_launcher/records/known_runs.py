@@ -1,0 +1,30 @@
+"""The runs that a broker has: for lists of them, and for an id that it does not know."""
+
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.kafka_runs import runs_on_broker
+from forgemq_shell.announced_runs import AnnouncedRun, announced_runs
+
+NAMED_MAX = 8
+"""Some lines of a terminal; the run that is meant is mostly a new one."""
+
+
+async def runs_there(connection: KafkaConnection) -> list[AnnouncedRun]:
+    """The runs that were announced and have topics, the newest start first."""
+    present = await runs_on_broker(connection)
+    log = KafkaLog(connection, run="")
+    try:
+        return [each for each in await announced_runs(log) if each.started.run in present]
+    finally:
+        await log.close()
+
+
+async def absence_of(connection: KafkaConnection, run: str) -> str:
+    """Why nothing of this run can be read, and which runs are there; '' if it has topics."""
+    if run in await runs_on_broker(connection):
+        return ""
+    said = f"run {run} has no topics on {connection.bootstrap}: it was deleted, or was never there"
+    there = [each.started.run for each in await runs_there(connection)]
+    if not there:
+        return f"{said}, as no other run is"
+    more = f" and {len(there) - NAMED_MAX} older ones" if len(there) > NAMED_MAX else ""
+    return f"{said}; the broker has {', '.join(there[:NAMED_MAX])}{more}"
