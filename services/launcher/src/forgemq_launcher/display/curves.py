@@ -1,6 +1,5 @@
 """Writes the curves of a run to `curves.jsonl`, a line for each step."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -75,11 +74,7 @@ class CurveWriter:
             return False
         if point.step not in self._unsettled:
             return True
-        # Another reader of the log adds the same rewards up in another order.
-        return all(
-            name in written and math.isclose(value, written[name], rel_tol=1e-9)
-            for name, value in own.items()
-        )
+        return all(written.get(name) == value for name, value in own.items())
 
     def close(self) -> None:
         """Close the file."""
