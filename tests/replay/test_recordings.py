@@ -51,6 +51,7 @@ DIGESTS = {
     ("merger-0", 1): "8d27b92536945e74f8b32ebe2f10c19e",
     ("merger-0", 2): "8d27b92536945e74f8b32ebe2f10c19e",
     ("merger-0", 3): "80ae798432751f1faa15dd28d7002510",
+    ("merger-0", 4): "80ae798432751f1faa15dd28d7002510",
     ("reward-1", 1): "21df9573e8749edbf8e803ea54998525",
     ("reward-1", 2): "21df9573e8749edbf8e803ea54998525",
     ("reward-1", 3): "21df9573e8749edbf8e803ea54998525",

@@ -219,14 +219,14 @@ def test_a_group_retired_before_it_was_scored_still_has_its_summary():
     core = MergerCore(4)
     feed(core, finished(0, None, 0, [1], [2]), retired())
     summary = only_summary(feed(core, scored(0)))
-    assert (summary.not_trainable, summary.detail) == ("failed", "retired before it was scored")
+    assert (summary.not_trainable, summary.detail) == ("failed", "retired before it was merged")
 
 
 def test_a_group_retired_while_it_waits_still_has_its_summary():
     core = MergerCore(4)
     feed(core, scored(0))
     summary = only_summary(feed(core, retired()))
-    assert summary.not_trainable == "failed"
+    assert (summary.not_trainable, summary.detail) == ("failed", "retired before it was merged")
     assert feed(core, finished(0, None, 0, [1], [2])) == []
 
 

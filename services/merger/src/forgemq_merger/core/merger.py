@@ -137,8 +137,7 @@ class MergerCore:
         if is_known or scored.group_id in self._merged:
             return []
         if scored.group_id in self._retired:
-            # It retired before it was scored. It still gets its MergedGroup, because reward wrote
-            # a ScoredGroup and each of those has exactly one.
+            # It still gets its MergedGroup: reward wrote a ScoredGroup, and each has exactly one.
             return self._conclude(scored, is_retired=True)
         self._waiting.append((self._run_ms, scored))
         return self._merge_ready()
@@ -180,7 +179,7 @@ class MergerCore:
                 scored,
                 partition=self._partition,
                 reason=scored.not_trainable or "failed",
-                detail=scored.detail or "retired before it was scored",
+                detail=scored.detail or "retired before it was merged",
             )
             return [self._output(MERGED_GROUPS.name, summary)]
         tree, summary = merge_group(
