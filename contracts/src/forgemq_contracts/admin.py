@@ -73,7 +73,13 @@ class GroupRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
             "keys a run takes 49,152.",
         ),
     ]
-    task: Annotated[Raw, Meta(description="Any JSON value; agents and graders get it as it is.")]
+    task: Annotated[
+        Raw,
+        Meta(
+            description="Any JSON value; agents and graders get it as it is, but half of a "
+            "surrogate pair as U+FFFD."
+        ),
+    ]
     purpose: Purpose = "train"
     group_size: Annotated[
         GroupSize | None, Meta(description="null: as the domain's queue is configured.")

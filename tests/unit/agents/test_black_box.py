@@ -101,6 +101,7 @@ async def test_a_program_says_in_its_result_which_limit_ended_the_episode(episod
     [
         (3, "", "declared", {"output": "no luck\n"}),
         (3, '{"n": 1}', "declared", {"n": 1}),
+        (3, '{"n": "\\ud83d"}', "declared", {"n": "\ufffd"}),
         (3, '{"n": ', "declared", {}),
         (3, '{"n": "\udcff"}', "declared", {}),
         (3, '{"n": 1, "truncated_by": "out_of_time"}', "out_of_time", {"n": 1}),

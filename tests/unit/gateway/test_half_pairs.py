@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from forgemq_gateway.half_pairs import without_halves
+from forgemq_contracts import topics
+from forgemq_contracts.half_pairs import without_halves
 from tests.unit.gateway.talk import Talk, talk
-from tests.unit.gateway.world import plain_http
+from tests.unit.gateway.world import ADMIN_KEY, plain_http
 
 HALF = "found \ud83d"
 BODIES: dict[str, Any] = {
@@ -67,3 +68,26 @@ async def test_the_turns_behind_it_go_on_from_what_was_sampled(model: Path) -> N
         chain, ended = await agent.chain(), await agent.end()
     assert all(later[: len(turn)] == turn for turn, later in itertools.pairwise(chain))
     assert ended.forks == 0
+
+
+async def test_a_task_and_a_result_have_it_too_whichever_gateway_is_asked(model: Path) -> None:
+    told = b'{"domain": "shop", "idempotency_key": "%s", "task": ["\\ud83d", 1.50]}'
+    async with talk(model, lambda _: "yes") as agent:
+        await agent.world.start_another()
+        urls = [gateway.url for gateway in agent.world.gateways]
+        async with plain_http() as client:
+            client.headers["Authorization"] = f"Bearer {ADMIN_KEY}"
+            for number in range(3):
+                body, url = told % b"half-%d" % number, urls[number % 2]
+                answers = [await client.post(f"{url}/v1/groups", content=body) for _ in range(2)]
+                assert [answer.status_code for answer in answers] == [200, 200]
+            claim = await agent.world.episode()
+            ended = await client.post(
+                f"{urls[0]}/v1/episodes/{claim['episode_id']}/finish",
+                content=b'{"result": {"said": "\\ud83d"}}',
+            )
+        requested = await agent.world.records(topics.REQUESTED_GROUPS)
+        finished = await agent.world.records(topics.FINISHED_EPISODES)
+    halves = [bytes(each.task) for each in requested if each.idempotency_key.startswith("half")]
+    assert halves == [b'["\\ufffd", 1.50]'] * 3
+    assert (ended.status_code, json.loads(finished[-1].result)) == (200, {"said": "\ufffd"})

@@ -39,6 +39,7 @@ from forgemq_agents.errors import (
     PolicyFailedError,
 )
 from forgemq_contracts.fields import TruncationCause
+from forgemq_contracts.half_pairs import without_halves
 
 # Enough of the last output to see why a program failed: the end of a traceback.
 OUTPUT_BYTES_KEPT = 4000
@@ -248,7 +249,7 @@ def _result(path: Path, output: bytes) -> object:
     if written is None:
         return {"output": output.decode(errors="replace")}
     try:
-        return msgspec.json.decode(written)
+        return msgspec.json.decode(without_halves(written))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise AgentFailedError(f"its result is not JSON: {error}") from error
 

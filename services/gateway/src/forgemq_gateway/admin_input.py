@@ -8,6 +8,7 @@ from fastapi import Request
 from msgspec import Struct, inspect
 
 from forgemq_contracts.admin import BODY_BYTES_MAX
+from forgemq_contracts.half_pairs import without_halves
 from forgemq_gateway.core.errors import RefusedError, field_of, invalid
 from forgemq_gateway.wire import read_body
 from forgemq_settings.fixed_words import fixed_words
@@ -30,7 +31,7 @@ def body_of(kind: type[Input]) -> Callable[[Request], Awaitable[Input]]:
         data = await read_body(request.receive, bytes_max=BODY_BYTES_MAX, headers=request.headers)
         try:
             data.decode()  # The decoder takes a Raw field as it is, valid UTF-8 or not.
-            given = msgspec.json.decode(data or b"{}", type=kind)
+            given = msgspec.json.decode(without_halves(data) or b"{}", type=kind)
         except msgspec.ValidationError as error:
             raise _refused(error, kind) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

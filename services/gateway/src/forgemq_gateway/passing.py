@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from forgemq_contracts.admin import BODY_BYTES_MAX
+from forgemq_contracts.half_pairs import without_halves
 from forgemq_contracts.ownership import PartitionOwner
 from forgemq_contracts.partitions import group_id
 from forgemq_gateway.access import Access
@@ -190,7 +191,7 @@ class Passing:
     def _named(self, body: bytes) -> str | None:
         """The group that this body asks for; None if it is wrong, which the route will say."""
         try:
-            named = msgspec.json.decode(body, type=_Named)
+            named = msgspec.json.decode(without_halves(body), type=_Named)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
         return group_id(run=self._run, domain=named.domain, idempotency_key=named.idempotency_key)

@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 
 from forgemq_bus.errors import FINAL_ERRORS, LogError
+from forgemq_contracts.half_pairs import without_halves
 from forgemq_gateway.access import Access
 from forgemq_gateway.body_memory import BodyMemory, CountedBody
 from forgemq_gateway.client import Client
@@ -39,7 +40,6 @@ from forgemq_gateway.core.requests import ReadItems, Request
 from forgemq_gateway.deliveries import Deliveries
 from forgemq_gateway.dispatcher import Result
 from forgemq_gateway.first_done import first_done
-from forgemq_gateway.half_pairs import without_halves
 from forgemq_gateway.holding import held_s
 from forgemq_gateway.large_work import LargeWork
 from forgemq_gateway.live_answers import LiveAnswer, LiveAnswers, check_continues
