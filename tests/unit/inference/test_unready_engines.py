@@ -1,6 +1,7 @@
 """Engines that answer health checks, and fail to answer what a lane must know to serve."""
 
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,23 @@ async def test_a_server_that_is_no_engine_is_refused_at_once(base: Path) -> None
             async with scene.serving():
                 await scene.report(is_serving=True, timeout_s=5)
     assert "/server_info: HTTP 404: nothing here" in str(causes(raised.value))
+
+
+async def test_a_lane_that_ends_after_its_engine_says_nothing_of_a_failed_abort(base: Path) -> None:
+    """As at the end of `forgemq run`, which stops both at the same time."""
+    async with AsyncExitStack() as engine:
+        url = await engine.enter_async_context(serving(StandInEngine(Speed(tokens=2))))
+        scene = await scene_of(base, url)
+        async with scene.serving():
+            await scene.report(is_serving=True, timeout_s=5)
+            await engine.aclose()
+    assert scene.events_named("abort_failed") == []
+
+
+async def test_a_lane_that_ends_says_that_its_engine_did_not_take_the_abort(base: Path) -> None:
+    async with serving(StartingEngine("/abort_request", iter([None, FAILED]))) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving():
+            await scene.report(is_serving=True, timeout_s=5)
+    (told,) = scene.events_named("abort_failed")
+    assert told["error"] == f"/abort_request: HTTP 500: {FAILED.text}"

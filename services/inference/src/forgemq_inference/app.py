@@ -10,7 +10,7 @@ from forgemq_contracts import topics
 from forgemq_contracts.lane_plan import lanes_limit
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_inference.core.weights import BASE
-from forgemq_inference.engine import Engine, EngineError
+from forgemq_inference.engine import Engine, EngineError, EngineGoneError
 from forgemq_inference.engine_pair import EnginePair, LaneEngine
 from forgemq_inference.epoch import claim_epoch, read_tail
 from forgemq_inference.lane_duty import PLACE, LaneDuty
@@ -173,6 +173,8 @@ async def _leave_lane(
     parts.requests.close(LEAVING)
     try:
         await engine.abort_all()
+    except EngineGoneError:
+        pass  # Nothing is left to abort: `forgemq run` ends services and engines at the same time.
     except EngineError as error:
         context.telemetry.event("abort_failed", error=str(error))
     await parts.requests.wait_idle()

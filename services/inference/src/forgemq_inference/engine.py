@@ -52,6 +52,10 @@ class EngineUnreachableError(EngineError):
     """The engine did not answer: it is gone, or too slow."""
 
 
+class EngineGoneError(EngineUnreachableError):
+    """Its address takes no connection, or broke one: the server has ended, it seems."""
+
+
 class Listener(Protocol):
     """Hears of the tokens of a generation while they are sampled."""
 
@@ -355,7 +359,9 @@ class Engine:
         except TimeoutError as error:
             raise EngineUnreachableError(f"{path}: no answer within {timeout_s:.0f} s") from error
         except aiohttp.ClientError as error:
-            raise EngineUnreachableError(f"{path}: {type(error).__name__}: {error}") from error
+            is_gone = isinstance(error, aiohttp.ClientConnectionError)
+            kind = EngineGoneError if is_gone else EngineUnreachableError
+            raise kind(f"{path}: {type(error).__name__}: {error}") from error
 
 
 def _data(encoded: bytes) -> bytes | io.BytesIO:
