@@ -13,9 +13,10 @@ from forgemq_contracts.groups import (
     ScoredGroup,
 )
 from forgemq_contracts.messages import Message
+from forgemq_contracts.topics import FINISHED_COMPLETIONS, RETIRED_GROUPS
 from forgemq_run_view.forks import MEANINGS
 from forgemq_run_view.groups import GroupBook
-from forgemq_run_view.shown_groups import UNTRAINED_SHOWN_MAX
+from forgemq_run_view.shown_groups import GROUPS_SHOWN_MAX, UNTRAINED_SHOWN_MAX
 from forgemq_run_view.trajectory import trajectories
 from tests.unit.run_view.imported import imports
 from tests.unit.run_view.synthetic import DOMAIN, SyntheticRun, configuration
@@ -171,6 +172,23 @@ def test_many_imports_hide_no_group_that_was_played(run):
     assert len(book.record_offsets("g-0")) == len(run_offsets(run, "g-0"))
     assert book.record_offsets("i-0") == ()
     assert len(book.record_offsets("i-20")) == 2
+
+
+@pytest.mark.parametrize("first", [RETIRED_GROUPS, FINISHED_COMPLETIONS])
+def test_groups_are_listed_by_the_time_they_began_whichever_topic_is_read_first(run, first):
+    ordered = sorted(run.messages, key=lambda m: (m.topic != first.name, m.topic, m.partition))
+    rows = book_of(ordered, groups_kept_max=20_000).rows(rows_max=15)
+    assert [row.group_id for row in rows] == [f"g-{19 - number}" for number in range(15)]
+
+
+def test_a_group_that_is_too_old_for_a_list_keeps_no_places_of_its_turns():
+    run = SyntheticRun()
+    for number in range(GROUPS_SHOWN_MAX + 1):
+        run.request(f"g-{number}")
+    oldest, kept = (run.episode(f"g-{number}", 0, version=0) for number in (0, 1))
+    book = book_of(run.messages, groups_kept_max=20_000)
+    assert (len(oldest), len(kept)) == (2, 2)
+    assert (book.record_offsets("g-0"), len(book.record_offsets("g-1"))) == ((), 2)
 
 
 def run_offsets(run: SyntheticRun, group_id: str) -> list[Message]:

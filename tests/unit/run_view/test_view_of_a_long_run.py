@@ -12,6 +12,7 @@ from forgemq_contracts.messages import Message
 from forgemq_contracts.steps import ScheduledGroup
 from forgemq_contracts.topics import FINISHED_COMPLETIONS, SCORED_GROUPS, TRAINED_STEPS
 from forgemq_run_view.engines import RATE_SPAN_MS, SECONDS_KEPT_MAX, EngineBook
+from forgemq_run_view.groups import GroupBook
 from forgemq_run_view.steps import StepBook
 from forgemq_run_view.view import RunView
 from tests.held_objects import held_objects
@@ -92,6 +93,17 @@ def test_a_step_that_is_trained_again_has_the_completions_of_its_groups_once():
     run = steps_of(2)
     run.step_done(STEPS - 1, [scheduled(4 * STEPS - 4 + i, version=0) for i in (0, 1)], lineage=2)
     assert [point.samples for point in book_of(run.messages).points()] == [6] * STEPS
+
+
+def test_scores_that_are_read_before_their_admissions_hold_none_of_their_completions():
+    few, many = GroupBook(), GroupBook()
+    for book, completions in ((few, 3), (many, 300)):
+        run = SyntheticRun()
+        for number in range(STEPS):
+            run.put(SCORED_GROUPS, scored(number, completions=completions))
+        for message in run.messages:
+            book.apply(message)
+    assert held_objects(many) == held_objects(few)
 
 
 def engines_after(completions: int) -> EngineBook:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forgemq_contracts.fields import Source
-from forgemq_contracts.groups import AdmittedGroup, RequestedGroup, ScoredGroup
+from forgemq_contracts.groups import AdmittedGroup, EpisodeScore, RequestedGroup
 from forgemq_run_view.state import GroupRow, Position, WindowPosition
 
 
@@ -29,7 +29,7 @@ class GroupEntry:
     scheduled_step: int | None = None
     is_trained: bool = False
     reason: str = ""
-    scored: ScoredGroup | None = None
+    scored: tuple[EpisodeScore, ...] | None = None
     success: float | None = None
     finished: set[int] = field(default_factory=set)
     completion_offsets: list[tuple[int, int]] = field(default_factory=list)

@@ -78,6 +78,7 @@ class GroupBook:
         self._rounds = EvaluationRounds()
         self._untrained: dict[tuple[Source, str], _Untrained] = {}
         self._shown_groups = ShownGroups()
+        self._at_ms = 0  # Time of the record that is applied.
         self.retired: Counter[str] = Counter()
         self.admitted = 0
         self.episodes_finished = 0
@@ -89,9 +90,12 @@ class GroupBook:
         group_id = getattr(message.record, "group_id", None)
         if group_id is not None and not self._is_kept(group_id):
             return
+        self._at_ms = message.timestamp_ms
         if group_id is not None and is_shown(message.record):
-            at = (message.topic, message.partition, message.offset)
-            self._entry(group_id).shown_offsets.append(at)
+            entry = self._entry(group_id)
+            if group_id in self._shown_groups:
+                at = (message.topic, message.partition, message.offset)
+                entry.shown_offsets.append(at)
         match message.record:
             case RequestedGroup() as record:
                 self._apply_requested(record)
@@ -146,7 +150,7 @@ class GroupBook:
         return (*completions, *entry.shown_offsets)
 
     def rows(self, *, rows_max: int) -> tuple[GroupRow, ...]:
-        """The groups that records named last, newest first; the untrained are at most a quarter."""
+        """The groups that began last, newest first; the untrained are at most a quarter."""
         newest = self._shown_groups.newest(rows_max=rows_max)
         return tuple(row(self._entries[each]) for each in newest if each in self._entries)
 
@@ -221,9 +225,11 @@ class GroupBook:
         entry = self._entries.get(group_id)
         if entry is None:
             entry = self._entries[group_id] = GroupEntry(group_id=group_id)
-            self._hide(self._shown_groups.add(group_id))
+            self._hide(self._shown_groups.add(group_id, at_ms=self._at_ms))
             self._by_age.append(group_id)
             self._forget()
+        else:
+            self._shown_groups.note_time(group_id, at_ms=self._at_ms)
         return entry
 
     def _hide(self, group_id: str | None) -> None:
@@ -282,7 +288,8 @@ class GroupBook:
 
     def _apply_completion(self, record: FinishedCompletion, *, partition: int, offset: int) -> None:
         entry = self._entry(record.group_id)
-        entry.completion_offsets.append((partition, offset))
+        if record.group_id in self._shown_groups:
+            entry.completion_offsets.append((partition, offset))
         versions = [span.version for span in record.spans]
         if not versions:
             return
@@ -319,7 +326,7 @@ class GroupBook:
         if entry.is_scored:
             return
         entry.is_scored = True
-        entry.scored = record
+        entry.scored = record.episodes
         self._count_score(entry)
 
     def _count_score(self, entry: GroupEntry) -> None:
@@ -328,7 +335,7 @@ class GroupBook:
             return
         own = Sums()
         target = self._count_end(entry)
-        for score in entry.scored.episodes:
+        for score in entry.scored:
             own.add(score)
             target.add(score)
         entry.success = own.tally().success if own.episodes else None

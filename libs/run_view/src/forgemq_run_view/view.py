@@ -118,7 +118,7 @@ class RunView:
         return self._groups.record_offsets(group_id)
 
     def rows(self, *, rows_max: int) -> tuple[GroupRow, ...]:
-        """The groups that records named last, newest first; imports are at most a quarter."""
+        """The groups that began last, newest first; imports are at most a quarter."""
         return self._groups.rows(rows_max=rows_max)
 
     def state(self, *, now_ms: int) -> RunState:
