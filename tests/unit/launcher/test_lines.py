@@ -9,7 +9,8 @@ from forgemq_bus.log import Emit
 from forgemq_bus.memory import MemoryLog
 from forgemq_bus.partitions import partition_counts
 from forgemq_contracts import topics
-from forgemq_launcher.commands.inspection import print_letters, print_trajectory
+from forgemq_launcher.commands.dead_letters import print_letters
+from forgemq_launcher.commands.inspection import print_trajectory
 from forgemq_launcher.display.lines import say
 from forgemq_run_view.rewards import EpisodeReward
 from forgemq_run_view.trajectory import trajectories

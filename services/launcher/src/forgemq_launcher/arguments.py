@@ -234,6 +234,9 @@ def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     _add_lanes(commands)
     dlq = commands.add_parser("dlq", help="list records that did not decode")
     dlq.add_argument("run", metavar="RUN", help=RUN)
+    dlq.add_argument(
+        "--json", action="store_true", help="print every one whole, as JSON lines, and no table"
+    )
 
 
 def _add_watching(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

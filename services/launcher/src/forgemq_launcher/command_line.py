@@ -225,7 +225,9 @@ def _look(
                 export_run(folder, environ, console, to=options.to, model=options.model)
             )
         case _:
-            return asyncio.run(inspection.dlq(folder, environ, console))
+            from forgemq_launcher.commands.dead_letters import dlq
+
+            return asyncio.run(dlq(folder, environ, console, as_lines=options.json))
 
 
 def _replay(

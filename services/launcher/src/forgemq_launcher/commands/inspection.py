@@ -1,4 +1,4 @@
-"""Commands that look at a run: audit it, print a trajectory, list dead letters."""
+"""Commands that look at a run: audit it, list its groups, print a trajectory."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,11 +11,6 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 from forgemq_audit.run_report import audit_run
-from forgemq_bus.kept_records import read_from
-from forgemq_bus.log import Log, Record
-from forgemq_bus.partitions import dead_letters_of
-from forgemq_bus.payloads import BLOB_HEADERS, reference_of
-from forgemq_contracts.topics import OF_RUN
 from forgemq_launcher import exit_status
 from forgemq_launcher.commands.run_on_broker import run_on_broker
 from forgemq_launcher.core.configuration import ConfigurationError
@@ -33,8 +28,6 @@ from forgemq_run_view.rewards import EpisodeReward, TurnReward
 from forgemq_run_view.state import GroupRow, RunState
 from forgemq_run_view.trajectory import Trajectory, TrajectoryTurn, trajectories
 
-LETTER_BYTES_SHOWN_MAX = 60
-"""Enough to tell JSON from msgpack and to see the first ids; a row of the table stays readable."""
 GROUPS_SHOWN_MAX = 2000
 """The newest ones: several hundred steps of the demo, and still a second of output."""
 
@@ -149,41 +142,6 @@ def absence(what: str, *, is_known: bool, kept: Sequence[str]) -> str:
 def _is_of(episode_id: str, *, what: str) -> bool:
     """Whether an episode is meant by the id of a group, of an episode or of an attempt."""
     return episode_id == what or episode_id.startswith(f"{what}.")
-
-
-async def dlq(folder: RunFolder, environ: Mapping[str, str], console: Console) -> int:
-    """Print every dead letter with its reason; the status is 1 if there are any.
-
-    Of one whose bytes lie in the blob store the address is shown.
-    """
-    async with run_on_broker(folder, environ) as (log, _):
-        count = await print_letters(log, console)
-    return exit_status.FAILED if count else exit_status.OK
-
-
-async def print_letters(log: Log, console: Console) -> int:
-    """Print the dead letters of a run; returns how many there are."""
-    shown = Table("topic", "source", "reason", "first bytes")
-    for topic in OF_RUN:
-        if topic.has_dlq:
-            first = await log.first_positions([dead_letters_of(topic)])
-            # Their values may lie in the blob store, and their beginning is not worth that.
-            async for records in read_from(log, first, has_values=False):
-                for record in records:
-                    shown.add_row(topic.name, *_letter_cells(record))
-    show(console, shown if shown.row_count else "no dead letters")
-    return shown.row_count
-
-
-def _letter_cells(record: Record) -> tuple[str, str, str]:
-    """Where a dead letter comes from, why it is one, and how it begins."""
-    headers = {name: value.decode(errors="replace") for name, value in record.headers}
-    reason = headers.pop("reason", "")
-    headers = {name: value for name, value in headers.items() if name not in BLOB_HEADERS}
-    source = " ".join(f"{name}={value}" for name, value in headers.items())
-    if reference := reference_of(record):
-        return source, reason, reference.uri
-    return source, reason, repr(record.value[:LETTER_BYTES_SHOWN_MAX])
 
 
 def print_groups(follower: Follower, console: Console) -> None:
