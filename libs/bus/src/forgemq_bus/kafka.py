@@ -61,6 +61,8 @@ class KafkaLog:
         )
         self._topics = KafkaTopics(connection)
         self._opened: list[Opened] = []
+        self.records_read = 0
+        """By all readers of this log, for who tells how far a long read is."""
         self.is_closed = False
 
     async def create_topics(
@@ -108,7 +110,12 @@ class KafkaLog:
         await self._topics.check({broker_place(place, run=self._run) for place in positions})
         values = fetch_from(self._kafka_run.blobs) if has_values else LEAVE_IN_STORE
         reader = await open_reader(
-            self._kafka_run, positions, isolation=isolation, values=values, gathers=gathers
+            self._kafka_run,
+            positions,
+            isolation=isolation,
+            values=values,
+            gathers=gathers,
+            count=self._count_read,
         )
         self._keep(reader)
         return reader
@@ -200,6 +207,9 @@ class KafkaLog:
         """Close it with the log, unless its user does so first."""
         self._opened = [other for other in self._opened if not other.is_closed]
         self._opened.append(opened)
+
+    def _count_read(self, records: int) -> None:
+        self.records_read += records
 
     def _check_open(self) -> None:
         if self.is_closed:

@@ -1,7 +1,7 @@
 """Reads fixed partitions of a cluster, from explicit positions that are never reset silently."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka import errors as kafka_errors
@@ -70,9 +70,11 @@ class KafkaReader:
         kafka_run: KafkaRun,
         values: Values,
         gathers: bool = False,
+        count: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """A reader over a started consumer that nothing else uses; `gathers`: see `open_reader`."""
+        """A reader over a started consumer that nothing else uses; see `open_reader`."""
         self._gathers = gathers
+        self._count = count
         self._consumer = consumer
         self._kafka_run = kafka_run
         self._values = values
@@ -115,6 +117,7 @@ class KafkaReader:
                 records = await self._values.fetch(taken)
                 if seeks == self._seeks:
                     self._ahead.drop(taken)
+                    self._count(len(records))
                     return records
                 continue  # `seek` was called while the blobs were fetched.
             left_s = deadline_s - loop.time()
@@ -230,10 +233,12 @@ async def open_reader(
     isolation: Isolation,
     values: Values,
     gathers: bool = False,
+    count: Callable[[int], None] = lambda _: None,
 ) -> KafkaReader:
     """Open a reader of exactly these partitions.
 
-    `gathers`: while records keep coming, they come a little later and more at once.
+    `gathers`: while records keep coming, they come a little later and more at once. `count` gets
+    the number of records of each read.
 
     Raises:
         LogUnavailableError: the brokers do not answer.
@@ -242,7 +247,9 @@ async def open_reader(
     stops = consumer.stop, consumer._client.close
     connection, client = kafka_run.connection, consumer._client
     await connect(connection, client, consumer.start, *stops, doing="open a reader")
-    return KafkaReader(consumer, positions, kafka_run=kafka_run, values=values, gathers=gathers)
+    return KafkaReader(
+        consumer, positions, kafka_run=kafka_run, values=values, gathers=gathers, count=count
+    )
 
 
 def _record(place: Place, message: ConsumerRecord) -> Record:

@@ -14,7 +14,7 @@ from forgemq_bus.partitions import dead_letters_of
 from forgemq_bus.payloads import BLOB_HEADERS, reference_of
 from forgemq_contracts.topics import OF_RUN, Topic
 from forgemq_launcher import exit_status
-from forgemq_launcher.commands.run_on_broker import run_on_broker
+from forgemq_launcher.commands.run_on_broker import run_to_read
 from forgemq_launcher.display.lines import say, show
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_shell.dead_letters import letter_of
@@ -37,7 +37,7 @@ async def dlq(
     whole instead, one as JSON in each line.
     """
     printing = print_letter_lines if as_lines else print_letters
-    async with run_on_broker(folder, environ) as (log, _):
+    async with run_to_read(folder, environ) as (log, _):
         count = await printing(log, console)
     return exit_status.FAILED if count else exit_status.OK
 

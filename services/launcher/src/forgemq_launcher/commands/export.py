@@ -13,7 +13,7 @@ from forgemq_episode_files.conversation import Message
 from forgemq_episode_files.rows import Reply, rows_of
 from forgemq_episode_files.writing import EpisodeWriter
 from forgemq_launcher import exit_status
-from forgemq_launcher.commands.run_on_broker import run_on_broker
+from forgemq_launcher.commands.run_on_broker import run_to_read
 from forgemq_launcher.core.configuration import ConfigurationError
 from forgemq_launcher.display.lines import say
 from forgemq_launcher.records.scored_groups import scored_groups
@@ -51,7 +51,7 @@ async def export_run(
     """
     _check_folder(to)
     unkept = 0
-    async with run_on_broker(folder, environ) as (log, started):
+    async with run_to_read(folder, environ) as (log, started):
         reply = await asyncio.to_thread(_reply_of, started.configuration, model)
         with EpisodeWriter(to) as writer:
             async for records in scored_groups(log, started.configuration):

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from forgemq_audit.run_report import audit_run
 from forgemq_launcher import exit_status
-from forgemq_launcher.commands.run_on_broker import run_on_broker
+from forgemq_launcher.commands.run_on_broker import run_to_read
 from forgemq_launcher.core.configuration import ConfigurationError
 from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.cuts import cut_lines
@@ -65,7 +65,7 @@ def leave_report(result: Report, state: RunState, console: Console, *, folder: P
 
 
 async def _audited(folder: RunFolder, environ: Mapping[str, str]) -> tuple[Report, RunState]:
-    async with run_on_broker(folder, environ) as (log, started):
+    async with run_to_read(folder, environ) as (log, started):
         ended = await end_of(log, started)
         reason = ended.reason if ended else ""
         now_ms = ended.ended_ms if ended else started.started_ms
@@ -90,7 +90,7 @@ async def inspect(
     """
     if as_requests and what is None:
         raise ConfigurationError("--requests: name a GROUP or an EPISODE behind RUN")
-    async with run_on_broker(folder, environ) as (log, started):
+    async with run_to_read(folder, environ) as (log, started):
         follower = Follower(log, started, without_blobs=lambda error: say(console, left_out(error)))
         if what is None:
             await follower.catch_up()

@@ -2,15 +2,19 @@
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 
 import msgspec
+from rich.console import Console
 
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.log import Log
 from forgemq_contracts.run import StartedRun
+from forgemq_launcher.display.lines import say
 from forgemq_launcher.records.known_runs import absence_of
 from forgemq_launcher.records.run_log import open_run_log
+from forgemq_launcher.records.told_reading import told_reading
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
 from forgemq_launcher.upkeep.broker import RunBroker
 from forgemq_settings.environment import SettingsError
@@ -62,9 +66,25 @@ async def run_broker(
 
 
 @asynccontextmanager
-async def run_on_broker(
+async def run_to_read(
     folder: RunFolder, environ: Mapping[str, str]
 ) -> AsyncIterator[tuple[Log, StartedRun]]:
+    """As `run_on_broker`, for a command that reads the log and ends.
+
+    While that takes long, stderr is told how far it is.
+    """
+    told = Console(stderr=True)
+    async with (
+        run_on_broker(folder, environ) as (log, started),
+        told_reading(log, started.configuration, say=partial(say, told)),
+    ):
+        yield log, started
+
+
+@asynccontextmanager
+async def run_on_broker(
+    folder: RunFolder, environ: Mapping[str, str]
+) -> AsyncIterator[tuple[KafkaLog, StartedRun]]:
     """The log of a run and its newest start; a run that was started by hand needs no folder here.
 
     Raises:

@@ -5,14 +5,13 @@ from contextlib import asynccontextmanager
 
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
-from forgemq_bus.log import Log
 from forgemq_contracts.run import RunConfiguration
 
 
 @asynccontextmanager
 async def open_run_log(
     connection: KafkaConnection, configuration: RunConfiguration, *, blobs: str
-) -> AsyncIterator[Log]:
+) -> AsyncIterator[KafkaLog]:
     """The log of a run with its blob store; closed at the end of the block."""
     log = KafkaLog(
         connection,

@@ -1,0 +1,44 @@
+"""Says how far a command has read the log of a run: that of a long run takes minutes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from forgemq_bus.kafka import KafkaLog
+from forgemq_bus.partitions import partitions_of
+from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.topics import OF_RUN
+
+TOLD_EVERY_S = 10.0
+
+
+@asynccontextmanager
+async def told_reading(
+    log: KafkaLog,
+    configuration: RunConfiguration,
+    *,
+    say: Callable[[str], None],
+    every_s: float = TOLD_EVERY_S,
+) -> AsyncIterator[None]:
+    """Say every so often, while the block runs, how many records it has read of how many."""
+    places = [place for topic in OF_RUN for place in partitions_of(topic, configuration)]
+    first, ends = await log.first_positions(places), await log.end_positions(places)
+    # Some offsets are marks of transactions, and no command reads all topics.
+    kept = sum(ends[place] - first[place] for place in places)
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    timer: asyncio.TimerHandle
+
+    def tell() -> None:
+        nonlocal timer
+        say(
+            f"run {configuration.run}: {log.records_read:,} records read in "
+            f"{loop.time() - began_s:.0f} s; its log has about {kept:,}"
+        )
+        timer = loop.call_later(every_s, tell)
+
+    timer = loop.call_later(every_s, tell)
+    try:
+        yield
+    finally:
+        timer.cancel()
