@@ -71,12 +71,12 @@ async def run_to_read(
 ) -> AsyncIterator[tuple[Log, StartedRun]]:
     """As `run_on_broker`, for a command that reads the log and ends.
 
-    While that takes long, stderr is told how far it is.
+    While that takes long, stderr says how far it is.
     """
-    told = Console(stderr=True)
+    errors = Console(stderr=True)
     async with (
         run_on_broker(folder, environ) as (log, started),
-        told_reading(log, started.configuration, say=partial(say, told)),
+        told_reading(log, started.configuration, say=partial(say, errors)),
     ):
         yield log, started
 
