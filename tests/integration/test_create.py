@@ -37,9 +37,9 @@ def environ(kafka_bootstrap, tmp_path) -> Mapping[str, str]:
 def create(environ) -> Create:
     """Runs `forgemq create` on the demo's file; returns what it printed."""
 
-    def run(*overrides: str, run_id: str = "") -> str:
+    def run(*overrides: str, run_id: str = "", **variables: str) -> str:
         console = Console(file=io.StringIO(), width=200)
-        given = {**environ, "FORGEMQ_RUN": run_id}
+        given = {**environ, "FORGEMQ_RUN": run_id, **variables}
         assert run_tool(["create", str(DEMO), *overrides], environ=given, console=console) == 0
         return console.file.getvalue()
 
@@ -96,7 +96,12 @@ def test_a_run_that_is_announced_already_is_announced_again_only_if_it_changed(
     first = announced(environ, given)
     create("trainer.steps=7", run_id=given)
     assert announced(environ, given) == first
-    create("trainer.steps=8", run_id=given)
+    printed = create("trainer.steps=8", run_id=given)
+    assert printed.startswith(f"run {given} is announced again with trainer.steps: 7 -> 8\n")
+    assert "announced again" not in create("trainer.steps=8", run_id=given)
+    blobs, moved = environ["FORGEMQ_BLOBS"], f"{environ['FORGEMQ_BLOBS']}-2"
+    printed = create("trainer.steps=8", run_id=given, FORGEMQ_BLOBS=moved)
+    assert printed.startswith(f"run {given} is announced again with blobs: {blobs!r} -> {moved!r}")
     assert announced(environ, given).configuration.trainer.steps == 8
     assert announced(environ, given).started_ms > first.started_ms
 

@@ -383,11 +383,11 @@ def _create(options: argparse.Namespace, *, environ: Mapping[str, str], console:
     # A file or a setting that is refused is refused before the broker is asked for anything.
     made = resolved(options, taken=[], run=run)
     check_paths(made, source=str(options.file))
-    blobs = creation.blobs_address(environ)
-    asyncio.run(creation.wait_for_named_broker(environ, say=partial(say, console)))
+    blobs, told = creation.blobs_address(environ), partial(say, console)
+    asyncio.run(creation.wait_for_named_broker(environ, say=told))
     if not run and not names_run(options.overrides):
         made = resolved(options, taken=asyncio.run(creation.runs_announced(environ)))
-    started = asyncio.run(creation.create_run(made, environ, blobs=blobs))
+    started = asyncio.run(creation.create_run(made, environ, blobs=blobs, say=told))
     say(console, creation.next_commands(started, kafka=environ["FORGEMQ_KAFKA"]))
     return exit_status.OK
 

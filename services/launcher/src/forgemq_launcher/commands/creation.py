@@ -7,6 +7,7 @@ import msgspec
 
 from forgemq_bus.kafka import KafkaLog
 from forgemq_contracts.run import RunConfiguration, StartedRun
+from forgemq_contracts.run_changes import FieldChange
 from forgemq_launcher.records.announcement import next_start, start_before
 from forgemq_launcher.records.run_log import open_run_log
 from forgemq_launcher.records.run_topics import write_start
@@ -66,12 +67,22 @@ async def runs_announced(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 async def create_run(
-    configuration: RunConfiguration, environ: Mapping[str, str], *, blobs: str
+    configuration: RunConfiguration,
+    environ: Mapping[str, str],
+    *,
+    blobs: str,
+    say: Callable[[str], None],
 ) -> StartedRun:
     """Create the topics of a run and announce it on the broker that FORGEMQ_KAFKA names.
 
     A run that is announced as it is asked for is left alone: a pod may create it at every start.
     One that was deleted is made again as a new run.
+
+    Args:
+        configuration: Of the run.
+        environ: Names the broker.
+        blobs: Address of the blob store.
+        say: Gets a line for each field in which the run differs from how it was announced before.
 
     Raises:
         SettingsError: FORGEMQ_KAFKA is not set.
@@ -85,6 +96,11 @@ async def create_run(
     if announced and (announced.configuration, announced.blobs) == (configuration, blobs):
         return announced
     await write_start(connection, started)
+    if announced:
+        moved = [FieldChange("blobs", announced.blobs, blobs)] if announced.blobs != blobs else []
+        for change in (*started.changes, *moved):
+            say(f"run {started.run} is announced again with {change}")
+        say("its services that are up go by it from their next start on")
     return started
 
 
