@@ -195,6 +195,11 @@ class TestTopics:
         with pytest.raises(UnknownPlaceError):
             await write(log, [emit(Place("e", 0), b"")])
 
+    async def test_of_calls_at_the_same_time_one_makes_a_topic(self, log: Log) -> None:
+        calls = (log.create_topics({"a": 2, "new": 1}) for _ in range(3))
+        made = await asyncio.gather(*calls)
+        assert sorted(made, key=len) == [frozenset(), frozenset(), frozenset({"new"})]
+
     async def test_a_topic_that_may_grow_gets_what_it_lacks_and_keeps_what_it_has(
         self, log: Log
     ) -> None:

@@ -5,6 +5,7 @@ import io
 import json
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,13 @@ def test_without_a_name_each_run_gets_the_next_number_that_the_broker_has_not_se
     first, second = (create().split()[1] for _ in range(2))
     name, _, number = first.rpartition("-")
     assert (name, second) == ("shop-desk", f"shop-desk-{int(number) + 1}")
+
+
+def test_of_runs_that_are_created_at_the_same_time_each_gets_a_number_of_its_own(create):
+    with ThreadPoolExecutor() as threads:
+        printed = list(threads.map(lambda _: create(), range(3)))
+    names = [text.split()[1] for text in printed]
+    assert len(set(names)) == 3, names
 
 
 def test_the_file_for_the_agents_names_the_same_run(create, environ, tmp_path):

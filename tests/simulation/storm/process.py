@@ -136,7 +136,7 @@ class StormLog:
         self._store: StormStore = log._store
         self.values = log.values
 
-    async def create_topics(self, partitions: Mapping[str, int]) -> None:
+    async def create_topics(self, partitions: Mapping[str, int]) -> frozenset[str]:
         raise NotImplementedError("the storm creates them")
 
     async def reader(

@@ -22,7 +22,7 @@ from forgemq_bus.kafka_writer import (
     open_producer,
 )
 from forgemq_bus.log import AssignmentCallback, Isolation, Place, Record, Subscription
-from forgemq_bus.names import broker_place, broker_topic, in_run
+from forgemq_bus.names import broker_place, broker_topic, contract_topic, in_run
 from forgemq_bus.payloads import LEAVE_IN_STORE, fetch_from, fetched
 from forgemq_bus.setting_faults import SettingFault
 from forgemq_contracts.topics import OF_RUN
@@ -67,13 +67,14 @@ class KafkaLog:
 
     async def create_topics(
         self, partitions: Mapping[str, int], *, may_grow: Collection[str] = ()
-    ) -> None:
+    ) -> frozenset[str]:
         """Create the topics that do not exist; PartitionCountError if a count differs."""
         self._check_open()
-        await self._topics.create(
+        made = await self._topics.create(
             self._on_broker(partitions),
             may_grow={broker_topic(topic, run=self._run) for topic in may_grow},
         )
+        return frozenset(contract_topic(name, run=self._run) for name in made)
 
     async def check_counts(self, partitions: Mapping[str, int]) -> None:
         """Check that these topics have so many partitions, as far as they exist.

@@ -57,12 +57,15 @@ class KafkaTopics:
 
     async def create(
         self, partitions: Mapping[str, int], *, may_grow: Collection[str] = ()
-    ) -> None:
+    ) -> set[str]:
         """Create the topics that do not exist, and the partitions that others lack.
 
         Args:
             partitions: How many each topic is to have.
             may_grow: Topics that may exist with fewer.
+
+        Returns:
+            The topics that this call made.
 
         Raises:
             PartitionCountError: a topic exists with another number of partitions.
@@ -71,12 +74,12 @@ class KafkaTopics:
         existing = await self._describe(partitions)
         smaller = check_counts(existing, partitions, may_grow=may_grow)
         missing = {topic: partitions[topic] for topic in partitions if topic not in existing}
-        if missing:
-            await self._create(missing)
+        made = await self._create(missing) if missing else set()
         if smaller:
             await self._grow(smaller)
         if missing or smaller:
             await self._until_known(missing | smaller, may_grow=smaller)
+        return made
 
     async def _until_known(
         self, partitions: Mapping[str, int], *, may_grow: Collection[str]
@@ -90,7 +93,7 @@ class KafkaTopics:
                     return
                 await asyncio.sleep(RETRY_PAUSE_S)
 
-    async def _create(self, missing: Mapping[str, int]) -> None:
+    async def _create(self, missing: Mapping[str, int]) -> set[str]:
         admin = await self._admin_client()
         configuration = TOPIC_CONFIGURATION | await self._replication()
         new = [
@@ -106,6 +109,7 @@ class KafkaTopics:
                     raise LogError(
                         f"create topic {topic}: {kafka_errors.for_code(code).__name__} {message}"
                     )
+        return {topic for topic, code, *_ in response.topic_errors if code == 0}
 
     async def _grow(self, smaller: Mapping[str, int]) -> None:
         admin = await self._admin_client()

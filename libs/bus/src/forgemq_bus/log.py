@@ -207,8 +207,11 @@ class Log(LogReads, Protocol):
 
     async def create_topics(
         self, partitions: Mapping[str, int], *, may_grow: Collection[str] = ()
-    ) -> None:
+    ) -> frozenset[str]:
         """Create the topics that do not exist, and the partitions that those of `may_grow` lack.
+
+        Returns:
+            The topics that this call made: of calls at the same time, one makes a topic.
 
         Raises:
             PartitionCountError: a topic exists with another number of partitions.

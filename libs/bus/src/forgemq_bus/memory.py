@@ -155,13 +155,16 @@ class MemoryLog:
 
     async def create_topics(
         self, partitions: Mapping[str, int], *, may_grow: Collection[str] = ()
-    ) -> None:
+    ) -> frozenset[str]:
         """Create the topics that do not exist; PartitionCountError if a count differs."""
         self._check_open()
+        on_broker = {topic: broker_topic(topic, run=self._run) for topic in partitions}
+        made = {topic for topic in partitions if not self._store.partition_count(on_broker[topic])}
         self._store.create(
-            {broker_topic(topic, run=self._run): count for topic, count in partitions.items()},
+            {on_broker[topic]: count for topic, count in partitions.items()},
             may_grow={broker_topic(topic, run=self._run) for topic in may_grow},
         )
+        return frozenset(made)
 
     async def check_counts(self, partitions: Mapping[str, int]) -> None:
         """Check that these topics have so many partitions, as far as they exist."""

@@ -35,7 +35,7 @@ async def wait_for_broker(
     deadline_s = clock_s() + timeout_s
     while True:
         try:
-            return await log.create_topics({STARTED_RUNS.name: 1})
+            await log.create_topics({STARTED_RUNS.name: 1})
         except LogUnavailableError as error:
             if clock_s() >= deadline_s:
                 raise LogUnavailableError(
@@ -43,4 +43,6 @@ async def wait_for_broker(
                     f"right? ({error})"
                 ) from error
             say(str(error))
+        else:
+            return
         await asyncio.sleep(_RETRY_S)

@@ -386,7 +386,7 @@ def _create(options: argparse.Namespace, *, environ: Mapping[str, str], console:
     blobs, told = creation.blobs_address(environ), partial(say, console)
     asyncio.run(creation.wait_for_named_broker(environ, say=told))
     if not run and not names_run(options.overrides):
-        made = resolved(options, taken=asyncio.run(creation.runs_announced(environ)))
+        made = asyncio.run(creation.take_number(made, environ))
     started = asyncio.run(creation.create_run(made, environ, blobs=blobs, say=told))
     say(console, creation.next_commands(started, kafka=environ["FORGEMQ_KAFKA"]))
     return exit_status.OK

@@ -6,8 +6,11 @@ from pathlib import Path
 import msgspec
 
 from forgemq_bus.kafka import KafkaLog
+from forgemq_bus.kafka_runs import runs_on_broker
 from forgemq_contracts.run import RunConfiguration, StartedRun
 from forgemq_contracts.run_changes import FieldChange
+from forgemq_contracts.topics import TRAINED_STEPS
+from forgemq_launcher.core.configuration import next_run
 from forgemq_launcher.records.announcement import next_start, start_before
 from forgemq_launcher.records.run_log import open_run_log
 from forgemq_launcher.records.run_topics import write_start
@@ -57,13 +60,28 @@ async def wait_for_named_broker(environ: Mapping[str, str], *, say: Callable[[st
         await log.close()
 
 
-async def runs_announced(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Ids of all runs that were ever announced on the broker that FORGEMQ_KAFKA names."""
-    log = KafkaLog(kafka_connection(environ), run="")
-    try:
-        return tuple(each.started.run for each in await announced_runs(log))
-    finally:
-        await log.close()
+async def take_number(
+    configuration: RunConfiguration, environ: Mapping[str, str]
+) -> RunConfiguration:
+    """The configuration with the lowest number in its id that the broker has not seen.
+
+    It is taken with the first topic of the run, which one of several commands makes.
+    """
+    connection, name = kafka_connection(environ), configuration.run.rpartition("-")[0]
+    while True:
+        shared = KafkaLog(connection, run="")
+        try:
+            announced = [each.started.run for each in await announced_runs(shared)]
+        finally:
+            await shared.close()
+        taken = [*announced, *await runs_on_broker(connection)]
+        made = msgspec.structs.replace(configuration, run=next_run(name, taken=taken))
+        log = KafkaLog(connection, run=made.run)
+        try:
+            if await log.create_topics({TRAINED_STEPS.name: 1}):
+                return made
+        finally:
+            await log.close()
 
 
 async def create_run(
