@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from forgemq_launcher import exit_status
 from forgemq_launcher.display.lines import say, show
 from forgemq_launcher.records.evaluation import DomainEvaluation
-from forgemq_launcher.records.known_runs import runs_there
+from forgemq_launcher.records.known_runs import runs_there, steps_there
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
 from forgemq_run_view.report import Report
 from forgemq_shell.announced_runs import AnnouncedRun
@@ -26,7 +26,8 @@ async def list_runs(
 ) -> int:
     """Print every run: what it is and how far it came; the status is 1 if one is unreadable.
 
-    Runs without a folder here are listed if they are on the broker that FORGEMQ_KAFKA names.
+    Runs without a folder here are listed if they are on the broker that FORGEMQ_KAFKA names; "?"
+    are steps that it does not let this process read, or has not any more.
     """
     shown = Table(
         Column("run", no_wrap=True),  # Typed again in other commands, so it is never cut.
@@ -42,22 +43,25 @@ async def list_runs(
             unreadable.append(str(error))
     if environ.get("FORGEMQ_KAFKA"):
         here = {folder.run for folder in folders}
-        for each in await runs_there(kafka_connection(environ)):
-            if each.started.run not in here:
-                shown.add_row(each.started.run, *_announced_cells(each))
+        connection = kafka_connection(environ)
+        for each in await runs_there(connection):
+            run = each.started.run
+            if run not in here:
+                steps = await steps_there(connection, run)
+                shown.add_row(run, *_announced_cells(each, steps=steps))
     show(console, shown if shown.row_count else "no runs yet: `make demo` makes the first")
     for reason in unreadable:
         say(console, reason)
     return exit_status.FAILED if unreadable else exit_status.OK
 
 
-def _announced_cells(announced: AnnouncedRun) -> tuple[str, ...]:
-    """A run's row, after its name, from its first and last record."""
+def _announced_cells(announced: AnnouncedRun, *, steps: int | None) -> tuple[str, ...]:
+    """A run's row, after its name, from its first and last record and the steps that it has."""
     started, ended = announced.started, announced.ended
     results = {each.name: each.value for each in ended.results} if ended else {}
     return (
         ended.reason if ended else "no end yet",
-        f"?/{started.configuration.trainer.steps}",
+        f"{'?' if steps is None else steps}/{started.configuration.trainer.steps}",
         _pair(results.get("success_start"), results.get("success_end")),
         _pair(results.get("success_start_greedy"), results.get("success_end_greedy")),
         str(started.configuration.seed),
