@@ -193,19 +193,30 @@ def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
         list(checkpoints(tmp_path / "t" / "checkpoints", run="other"))
 
 
-def test_a_checkpoint_is_not_resumed_near_another_reference(tmp_path: Path) -> None:
-    store, _ = _trained_store(tmp_path, steps=1, reference_weight=0.1)
-    found = store.newest_checkpoint()
-    assert found is not None
-    configuration, base = found.record.configuration, tmp_path / "base"
-    trained_near = file_sha256(base / WEIGHTS_FILE)
-    assert found.record.reference_sha256 == trained_near
-    assert _store(tmp_path, configuration).newest_checkpoint() is not None
+@pytest.mark.parametrize("weight", [0.0, 0.1])
+def test_a_checkpoint_is_not_resumed_near_another_model_than_its_run_started_from(
+    tmp_path: Path, weight: float
+) -> None:
+    """Also if the run had no reference before, and after a life without one."""
+    store, _ = _trained_store(tmp_path, steps=1, reference_weight=weight)
+    first = store.newest_checkpoint()
+    assert first is not None
+    without = msgspec.structs.replace(first.record.configuration, loss=Loss())
+    near = msgspec.structs.replace(without, loss=Loss(reference_weight=0.1))
+    base = tmp_path / "base"
+    started_from = file_sha256(base / WEIGHTS_FILE)
+    assert first.record.reference_sha256 == started_from
+    assert _store(tmp_path, near).newest_checkpoint() is not None
     save_base(base, initializer_range=0.1)
-    with pytest.raises(SettingsError, match=rf"the reference .* sha256 {trained_near}, and .*base"):
-        _store(tmp_path, configuration).newest_checkpoint()
-    without = msgspec.structs.replace(configuration, loss=Loss())
-    assert _store(tmp_path, without).newest_checkpoint() is not None
+    again, training = _store(tmp_path, without), Training(without, device="cpu", checkpoint=first)
+    weights = again.save_restored(training, first, lineage=2).weights
+    trained = msgspec.structs.replace(first.record.trained, step=1, lineage=2)
+    again.save_checkpoint(training, weights=weights, trained=trained, tree_positions=())
+    second = again.newest_checkpoint()
+    assert second is not None
+    assert (second.step, second.record.reference_sha256) == (1, started_from)
+    with pytest.raises(SettingsError, match=rf"the reference .* sha256 {started_from}, and .*base"):
+        _store(tmp_path, near).newest_checkpoint()
 
 
 def test_a_folder_is_whole_or_absent_and_nothing_stays_of_half_of_one(tmp_path: Path) -> None:

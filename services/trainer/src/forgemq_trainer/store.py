@@ -138,8 +138,9 @@ class Store:
         Raises:
             BlobError: the object store refuses, or has been away for too long.
         """
-        # Of the model as it was loaded, not as it is when the first checkpoint is written.
-        self._reference_sha256 = self._base_sha256 if self._has_reference else ""
+        # Of the model as a new run loads it, also without a reference: a resume may ask for one.
+        found = self._base_sha256 if checkpoint is None else checkpoint.record.reference_sha256
+        self._reference_sha256 = found or (self._base_sha256 if self._has_reference else "")
         if self._lora is not None and (checkpoint is not None or self._publishes_adapters):
             self._checkpointed = frozenset({self._folder(training, lineage=lineage)})
             saved = self.keep_version(self._write_policy(training, lineage=lineage))
@@ -201,7 +202,8 @@ class Store:
             self._checkpointed = frozenset({folder})
             return self._weights.keep(weights)
         if (self._base / WEIGHTS_FILE).exists():
-            return read_weights_folder(self._base)  # Engines start with this very folder.
+            # Engines start with this very folder.
+            return read_weights_folder(self._base, sha256=self._base_sha256)
         return self._weights.keep(self._write(training, training.saving.whole_version(), folder))
 
     def _keep(self, weights: WeightsFolder) -> WeightsFolder:

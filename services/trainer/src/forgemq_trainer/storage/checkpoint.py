@@ -57,7 +57,8 @@ class TrainingState:
         trained: The newest step's record, to be written again if the log lacks it.
         configuration: The run's.
         tree_positions: (partition, offset) of merged-trees from which to read on.
-        reference_sha256: Of the model that the loss keeps near to; "" without one.
+        reference_sha256: Of the model that the run started from, the reference of a loss that has
+            one; "" if an earlier build began the run without a reference.
     """
 
     trained: TrainedStep

@@ -94,14 +94,19 @@ class WholeVersion:
     adapter: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def read_weights_folder(folder: Path) -> WeightsFolder:
+def read_weights_folder(folder: Path, *, sha256: str = "") -> WeightsFolder:
     """Read the checksum and size of the weights in a folder.
+
+    Args:
+        folder: Has them in one file.
+        sha256: Its checksum, if it is known.
 
     Raises:
         FileNotFoundError: it has no single safetensors file.
     """
     file = folder / WEIGHTS_FILE
-    return _weights_at(folder, sha256=file_sha256(file), size_bytes=file.stat().st_size)
+    size_bytes = file.stat().st_size
+    return _weights_at(folder, sha256=sha256 or file_sha256(file), size_bytes=size_bytes)
 
 
 def write_weights(
