@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 
 import msgspec
@@ -32,7 +31,6 @@ from forgemq_launcher.commands.ending import wait_until_left
 from forgemq_launcher.records.run_topics import create_topics, write_end, write_start
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_run_view.shown_groups import UNTRAINED_SHOWN_MAX
-from forgemq_shell.clock import now_ms
 from forgemq_shell.records import emit_of
 from tests.unit.run_view.imported import imports
 from tests.unit.run_view.synthetic import SyntheticRun, started
@@ -192,21 +190,6 @@ def test_a_run_that_another_machine_started_is_looked_at_from_its_log_and_blobs_
         for line in (empty / "report" / "curves.jsonl").read_text().splitlines()
     ] == [0, 1, 2]
     assert not (empty / "runs").exists()
-
-
-def test_an_id_that_the_broker_does_not_know_is_answered_at_once_with_the_runs_that_it_has(
-    put, tool, run_id, kafka_bootstrap
-):
-    put()
-    newest = msgspec.structs.replace(started(run=run_id), started_ms=now_ms())
-    asyncio.run(write_start(KafkaConnection(bootstrap=kafka_bootstrap), newest))
-    absent = f"forgemq: broker: run {run_id}x has no topics on {kafka_bootstrap}: it was deleted"
-    for command in ("inspect", "audit", "dlq", "replay", "stop", "watch", "resume"):
-        begun_s = time.monotonic()
-        status, printed = tool(command, f"{run_id}x")
-        assert (status, printed.startswith(absent)) == (1, True), printed
-        assert f"; the broker has {run_id}" in printed
-        assert time.monotonic() - begun_s < 5
 
 
 def test_a_run_is_deleted_with_its_topics_groups_blobs_and_folder_and_no_other_run(
