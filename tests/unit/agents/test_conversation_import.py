@@ -18,7 +18,7 @@ from forgemq_agents.conversation_import import (
 )
 from forgemq_agents.episode_player import EpisodePlayer
 from forgemq_agents.gateway_client import GatewayClient
-from forgemq_agents.import_command import run_import
+from forgemq_agents.import_command import run_import, tell_done
 from forgemq_agents.lease_thread import LeaseThread
 from forgemq_agents.requests import JsonRequests, Retry
 from forgemq_agents.trained_conversations import TrainedConversations
@@ -113,6 +113,20 @@ async def test_a_conversation_that_a_killed_import_had_claimed_is_played_when_it
     assert await imported(gateway, file) == Imported(added=1, known=0, lost=())
     assert group.ended[0] is not None
     assert group.attempts[0].number == 1
+
+
+async def test_an_import_that_takes_long_says_how_many_conversations_are_done(
+    memory_gateway, tmp_path, capsys
+):
+    gateway = await memory_gateway()
+    async with importing(gateway) as made:
+        with tell_done(made, count=40, every_s=0.02):
+            await made.run(write(tmp_path / "f", *range(40)))
+            await asyncio.sleep(0.1)
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == "40 of 40 are done"
+    await asyncio.sleep(0.1)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.slow

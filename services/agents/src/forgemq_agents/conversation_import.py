@@ -79,7 +79,9 @@ def check_file(path: Path) -> int:
     if faults:
         raise FileRefusedError("\n".join((*shown, "nothing is imported")))
     if count > KEYS_MAX:
-        raise FileRefusedError(f"{path}: has {count} conversations, a run takes {KEYS_MAX}")
+        raise FileRefusedError(
+            f"{path}: has {count} conversations, a run takes {KEYS_MAX}: import a part of the file"
+        )
     if not count:
         raise FileRefusedError(f"{path}: has no conversation")
     return count
@@ -120,6 +122,11 @@ class ConversationImport:
         if self._is_stopped and self._running is not None:
             self._running.cancel()
         self._is_stopped = True
+
+    @property
+    def done(self) -> int:
+        """Conversations whose end is known so far."""
+        return self._added + self._known + self._unused + len(self._lost)
 
     async def run(self, path: Path) -> Imported:
         """Import every conversation of a checked file.

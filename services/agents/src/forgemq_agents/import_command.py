@@ -4,8 +4,8 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -33,6 +33,8 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
+TOLD_EVERY_S = 10.0
+"""A run takes in some tens of conversations a second: a large file takes half an hour."""
 READ_TIMEOUT_S = 60.0
 """No request of an import waits for a completion: all but long polls take milliseconds."""
 
@@ -110,7 +112,29 @@ async def _import(path: Path, domain: str, *, settings: ImportSettings, count: i
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, made.stop)
         _print(f"{path}: {count} conversations, all good")
-        return _say(await made.run(path), domain=domain, count=count)
+        with tell_done(made, count=count):
+            done = await made.run(path)
+        return _say(done, domain=domain, count=count)
+
+
+@contextmanager
+def tell_done(
+    made: ConversationImport, *, count: int, every_s: float = TOLD_EVERY_S
+) -> Iterator[None]:
+    """Print every so often, while the block runs, how many conversations are done."""
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+
+    def tell() -> None:
+        nonlocal timer
+        _print(f"{made.done} of {count} are done")
+        timer = loop.call_later(every_s, tell)
+
+    timer = loop.call_later(every_s, tell)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _print(line: str) -> None:

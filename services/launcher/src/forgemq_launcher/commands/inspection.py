@@ -167,8 +167,11 @@ def print_groups(follower: Follower, console: Console) -> None:
             "-" if row.success is None else f"{row.success:.2f}",
         )
     show(console, shown)
-    if follower.state().groups_admitted > len(rows):
-        say(console, "older groups are not listed; with the id of one inspect shows it")
+    waiting = sum(row.position == "waiting" for row in rows)
+    known = follower.state().groups_admitted + waiting
+    if known > len(rows):
+        newest = f"the newest {len(rows):,} of {known:,} groups are listed"
+        say(console, f"{newest}; with its id inspect shows an older one")
 
 
 def _place_of(row: GroupRow) -> str:
