@@ -37,6 +37,8 @@ class RunReader:
         applied: Gets each record that decodes, once.
         without_blobs: Called once, if the blob store cannot be reached: from then on records whose
             values lie there are left out. None: the `BlobError` is raised.
+        has_ledger: Whether the ledger gets the records. It holds every sample of the run, which a
+            process that only shows the run has no use for.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class RunReader:
         *,
         applied: Callable[[Message], None] = lambda _: None,
         without_blobs: Callable[[BlobError], None] | None = None,
+        has_ledger: bool = True,
     ) -> None:
         self.view = RunView(started)
         self.ledger = Ledger(started.configuration)
@@ -53,6 +56,7 @@ class RunReader:
         self._configuration = started.configuration
         self._applied = applied
         self._without_blobs = without_blobs
+        self._has_ledger = has_ledger
         self._has_blobs = True
         self._next: dict[Place, int] = {}
 
@@ -123,4 +127,5 @@ class RunReader:
                 continue
             self._applied(message)
             self.view.apply(message)
-            self.ledger.apply(message)
+            if self._has_ledger:
+                self.ledger.apply(message)

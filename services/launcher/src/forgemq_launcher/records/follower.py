@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 
-from forgemq_audit.guarantees import Ledger
 from forgemq_audit.run_reader import RunReader
 from forgemq_bus.errors import BlobError
 from forgemq_bus.log import Log
@@ -49,7 +48,9 @@ class Follower:
     ) -> None:
         self._log = log
         self._started = started
-        self._reader = RunReader(log, started, applied=self._count, without_blobs=without_blobs)
+        self._reader = RunReader(
+            log, started, applied=self._count, without_blobs=without_blobs, has_ledger=False
+        )
         self.failing = FailingGroups(
             started.configuration.queues,
             groups_max=groups_failed_max,
@@ -60,11 +61,6 @@ class Follower:
     def view(self) -> RunView:
         """What the records add up to."""
         return self._reader.view
-
-    @property
-    def ledger(self) -> Ledger:
-        """What they say of the guarantees."""
-        return self._reader.ledger
 
     def state(self) -> RunState:
         """The run as it is now."""
