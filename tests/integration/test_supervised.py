@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine_fixture import reset_engine
+from forgemq_launcher.commands.new_head import write_new_head
+from tests.engine_fixture import ENGINE_MODEL, reset_engine
 from tests.integration.careful_demonstrator import conversations, with_replies_of_others
 from tests.integration.launched_run import FORGEMQ, ROOT, LaunchedRun
 from tests.integration.run_log import Accounts, accounts
@@ -37,12 +38,17 @@ def import_all(run: LaunchedRun, run_id: str, file: Path, lines: list[dict[str, 
 
 
 def trained(
-    run: LaunchedRun, run_id: str, kafka: str, taught: list[dict[str, Any]], folder: Path
+    run: LaunchedRun,
+    run_id: str,
+    kafka: str,
+    taught: list[dict[str, Any]],
+    folder: Path,
+    *overrides: str,
 ) -> Accounts:
     """The records of a run that was taught these conversations between two parts of right ones."""
     right = list(conversations(FIRST + LAST, seed=1))
     try:
-        run.start(WARM_START, f"run={run_id}", "evaluation.tasks=0", "trainer.steps=13")
+        run.start(WARM_START, f"run={run_id}", "evaluation.tasks=0", "trainer.steps=13", *overrides)
         run.wait_for_line(r"starting \d+ services", within_s=90)
         import_all(run, run_id, folder / "first.jsonl", right[:FIRST])
         import_all(run, run_id, folder / "taught.jsonl", taught)
@@ -78,3 +84,17 @@ def test_supervised_training_on_imports_lowers_the_loss_of_conversations_not_see
     learned = steps[SUPERVISED_STEPS].nll_supervised
     assert learned < 0.8 * steps[0].nll_supervised
     assert learned < 0.75 * control.trained[SUPERVISED_STEPS].metrics.nll_supervised
+
+
+def test_a_draft_head_trains_on_replies_that_were_given(kafka_bootstrap, new_run_id, tmp_path):
+    """An engine that guesses reads each reply; the head learns what the policy learns."""
+    head = tmp_path / "head"
+    write_new_head(ENGINE_MODEL, head, seed=0)
+    run_id, run = new_run_id(), LaunchedRun(tmp_path / "run", {"FORGEMQ_KAFKA": kafka_bootstrap})
+    guesses = (f"speculation.head={head}", "speculation.learning_rate=5e-3")
+    own = list(conversations(TAUGHT, seed=7))
+    log = trained(run, run_id, kafka_bootstrap, own, tmp_path, *guesses)
+    steps = [each.metrics for each in log.trained]
+    assert steps[SUPERVISED_STEPS].nll_supervised < 0.8 * steps[0].nll_supervised
+    overlaps = [each.draft_overlap for each in steps]
+    assert overlaps[SUPERVISED_STEPS - 1] > 2 * overlaps[0] > 0, overlaps

@@ -81,12 +81,11 @@ def _check_loss(loss: Loss) -> None:
 
 def _check_beside(configuration: RunConfiguration) -> None:
     """Refuse what reads or samples outputs in another way."""
-    for field in ("distillation", "speculation"):
-        if getattr(configuration, field) is not None:
-            raise ValueError(
-                f"{field} must be left out if a domain is supervised: nobody has tried them "
-                "together"
-            )
+    if configuration.distillation is not None:
+        raise ValueError(
+            "distillation must be left out if a domain is supervised: nobody has tried them "
+            "together"
+        )
     if any(map(is_paired, configuration.lanes)):
         raise ValueError(
             "lanes must have no prefill and decode engines if a domain is supervised: a pair gives "

@@ -14,7 +14,6 @@ from forgemq_contracts.queues import played_queues, supervised_fractions, suppli
 from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
 from forgemq_contracts.run_changes import check_changes
 from forgemq_contracts.run_rules import check
-from forgemq_contracts.speculation import Speculation
 from forgemq_contracts.stages import Stage, StageDomain
 from forgemq_contracts.supervised import Supervised
 
@@ -111,7 +110,6 @@ def test_a_loss_of_sampled_tokens_is_refused_by_name_if_none_are_sampled(field, 
     ("field", "value"),
     [
         ("distillation", Distillation(url="http://t:1")),
-        ("speculation", Speculation(head="h")),
         ("lanes", (LaneEngines(prefill=RoleEngines(), decode=RoleEngines()),)),
     ],
 )
