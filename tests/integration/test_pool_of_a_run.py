@@ -3,10 +3,14 @@
 Whether an engine fetches depends on who gets which turn; `test_pool.py` makes one fetch.
 """
 
+from pathlib import Path
+
 import pytest
 
 from forgemq_contracts import topics
 from forgemq_contracts.completions import FinishedCompletion
+from forgemq_launcher.commands.new_head import write_new_head
+from tests.engine_fixture import ENGINE_MODEL
 from tests.integration.launched_run import DIALOGUE, LaunchedRun
 from tests.integration.test_lanes_of_a_run import records_of_lanes
 
@@ -16,10 +20,19 @@ STEPS = 4
 PAGE_TOKENS = 16
 
 
+@pytest.fixture(scope="module")
+def head(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("heads") / "head"
+    write_new_head(ENGINE_MODEL, folder, seed=0)
+    return folder
+
+
+@pytest.mark.parametrize("has_drafts", [False, True], ids=["alone", "8-bit weights, a draft head"])
 def test_engines_file_their_kv_in_the_pool_and_every_guarantee_holds(
-    kafka_bootstrap, new_run_id, tmp_path
+    kafka_bootstrap, new_run_id, tmp_path, head, has_drafts
 ):
     run_id = new_run_id()
+    beside = (f"speculation.head={head}", "model.engine_quantization=fp8_blocks")
     run = LaunchedRun(tmp_path, {"FORGEMQ_KAFKA": kafka_bootstrap})
     try:
         run.start(
@@ -36,6 +49,7 @@ def test_engines_file_their_kv_in_the_pool_and_every_guarantee_holds(
             f"pool.page_tokens={PAGE_TOKENS}",
             "pool.prefetch=wait_complete",
             "pool.fetch_tokens_per_s=20000",
+            *(beside if has_drafts else ()),
         )
         status = run.wait_for_end(within_s=1200)
         assert run.left_behind() == []
@@ -59,6 +73,9 @@ def test_engines_file_their_kv_in_the_pool_and_every_guarantee_holds(
     finished: list[FinishedCompletion] = [each for _, each in written]
     assert {each.lane for each in finished} == {0, 1}
     assert any(page.stat().st_size for page in (tmp_path / "kv").iterdir())
+    # What guesses has K/V of its own, filed beside the policy's.
+    assert any(".draft_" in page.name for page in (tmp_path / "kv").iterdir()) == has_drafts
+    assert any(each.verifications for each in finished) == has_drafts
     for each in [one for one in finished if one.cached_tokens_storage]:
         assert each.cached_tokens_storage <= each.cached_tokens
         assert each.cached_tokens_storage % PAGE_TOKENS == 0

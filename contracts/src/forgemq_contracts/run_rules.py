@@ -9,7 +9,7 @@ from forgemq_contracts.curriculum_rules import check_curricula
 from forgemq_contracts.domains import context_tokens_max_of, sampling_of
 from forgemq_contracts.environments import environment_of
 from forgemq_contracts.episodes import STOP_STRINGS_MAX
-from forgemq_contracts.lane_engines import check_lanes, is_paired
+from forgemq_contracts.lane_engines import check_lanes
 from forgemq_contracts.lane_plan import lanes_limit
 from forgemq_contracts.lora_rules import check_lora
 from forgemq_contracts.loss import check_loss
@@ -65,9 +65,10 @@ def check(configuration: RunConfiguration) -> None:
     check_curricula(configuration)
     check_supervised(configuration)
     if configuration.pool is not None:
-        _check_pool(configuration.pool, has_drafts=configuration.speculation is not None)
+        _check_pool(configuration.pool)
     _check_speculation(configuration)
-    _check_lanes(configuration)
+    if configuration.lanes:
+        check_lanes(configuration.lanes, partitions=configuration.log.lanes)
     context_tokens_max = configuration.model.context_tokens_max
     check_tree_limit(configuration.trainer.tree_tokens_max, context_tokens_max=context_tokens_max)
     check_ranks(configuration.trainer)
@@ -98,17 +99,6 @@ def _check_quantization(configuration: RunConfiguration) -> None:
             f"model.engine_quantization must be one of {', '.join(ENGINE_QUANTIZATIONS)}: the "
             f"trainer writes weights in no other format, got {named!r}"
         )
-    beside = {
-        "speculation is": configuration.speculation is not None,
-        "pool is": configuration.pool is not None,
-        "lanes.prefill is": any(map(is_paired, configuration.lanes)),
-    }
-    for other, is_given in beside.items():
-        if named != "none" and is_given:
-            raise ValueError(
-                f"model.engine_quantization must be none if {other} given, got {named!r}: "
-                "nobody has tried them together"
-            )
 
 
 def _check_splits(queue: Queue) -> None:
@@ -177,12 +167,7 @@ def _check_live(configuration: RunConfiguration) -> None:
             raise ValueError(f"live.{field}: every key must have its own, got {twice} twice")
 
 
-def _check_pool(pool: Pool, *, has_drafts: bool) -> None:
-    if has_drafts:
-        raise ValueError(
-            "pool must be left out if speculation is given: nobody has tried whether what "
-            "guesses finds its own K/V in a pool"
-        )
+def _check_pool(pool: Pool) -> None:
     foreign = ("extra_config",) if pool.storage == "file" else ("folder", "folder_gb_max")
     for field in foreign:
         if getattr(pool, field):
@@ -222,20 +207,6 @@ def _check_domains(configuration: RunConfiguration) -> None:
             raise ValueError(
                 f"{name}.context_tokens_max must be above the max_tokens of the domain's sampling, "
                 f"got {limit} and {tokens}"
-            )
-
-
-def _check_lanes(configuration: RunConfiguration) -> None:
-    if not configuration.lanes:
-        return
-    check_lanes(configuration.lanes, partitions=configuration.log.lanes)
-    if not any(map(is_paired, configuration.lanes)):
-        return
-    for field in ("pool", "speculation"):
-        if getattr(configuration, field) is not None:
-            raise ValueError(
-                f"{field} must be left out if lanes have prefill and decode engines: nobody has "
-                "tried them together"
             )
 
 

@@ -12,7 +12,7 @@ from forgemq_contracts.lane_engines import (
     shapes_of,
 )
 from forgemq_contracts.pool import Pool
-from forgemq_contracts.run import LogLayout, RunConfiguration
+from forgemq_contracts.run import LogLayout, Model, RunConfiguration
 from forgemq_contracts.run_changes import check_changes
 from forgemq_contracts.run_rules import check
 from forgemq_contracts.speculation import Speculation
@@ -111,11 +111,13 @@ def test_flags_that_forgemq_sets_are_refused_in_any_spelling_sglang_takes(
         check_lanes((lane,), partitions=1)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("pool", Pool(storage="file")), ("speculation", Speculation(head="h"))],
-)
-def test_a_pair_beside_what_nobody_has_tried_with_it_is_refused(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=rf"^{field} must be left out if lanes have prefill"):
-        check(run_with(PAIR, partitions=1, **{field: value}))
-    check(run_with(LaneEngines(), partitions=1, **{field: value}))
+def test_a_pair_may_have_a_pool_a_draft_head_and_8_bit_weights() -> None:
+    check(
+        run_with(
+            PAIR,
+            partitions=1,
+            pool=Pool(storage="file"),
+            speculation=Speculation(head="h"),
+            model=Model(path="m", engine_quantization="fp8_blocks"),
+        )
+    )

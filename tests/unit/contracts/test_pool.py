@@ -5,7 +5,6 @@ import pytest
 
 from forgemq_contracts.pool import Pool
 from forgemq_contracts.run_rules import check
-from forgemq_contracts.speculation import Speculation
 from tests.unit.contracts.test_run import SOUND
 
 SERVERS = '{"master_server_address": "store:50051"}'
@@ -44,11 +43,3 @@ def test_a_pool_with_what_its_storage_needs_is_taken(pool: Pool) -> None:
 def test_a_pool_that_cannot_work_is_refused_by_field(pool: Pool, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check(msgspec.structs.replace(SOUND, pool=pool))
-
-
-def test_a_pool_beside_a_draft_head_is_refused() -> None:
-    run = msgspec.structs.replace(
-        SOUND, pool=Pool(storage="file"), speculation=Speculation(head="h")
-    )
-    with pytest.raises(ValueError, match=r"^pool must be left out if speculation is given"):
-        check(run)

@@ -9,7 +9,7 @@ import pytest
 from forgemq_contracts.distillation import Distillation
 from forgemq_contracts.domain_settings import DomainSampling
 from forgemq_contracts.episodes import Sampling
-from forgemq_contracts.lane_engines import LaneEngines, RoleEngines
+from forgemq_contracts.lane_engines import LaneEngines
 from forgemq_contracts.live_key import LiveKey
 from forgemq_contracts.lora import Lora
 from forgemq_contracts.loss import LOSS_KINDS, Loss, SequenceMask
@@ -342,28 +342,6 @@ def test_a_format_that_the_trainer_cannot_write_is_refused_by_name(named):
     rule = rf"^model\.engine_quantization must be one of none, fp8_blocks: .* got '{named}'$"
     with pytest.raises(ValueError, match=rule):
         check(run)
-
-
-@pytest.mark.parametrize(
-    ("named", "fields"),
-    [
-        ("speculation is", {"speculation": Speculation(head="h")}),
-        ("pool is", {"pool": Pool(storage="file")}),
-        (
-            "lanes.prefill is",
-            {"lanes": (LaneEngines(prefill=RoleEngines(), decode=RoleEngines()),)},
-        ),
-    ],
-)
-def test_quantised_engines_and_what_nobody_has_tried_with_them_exclude_each_other(named, fields):
-    beside = msgspec.structs.replace(SOUND, **fields)
-    check(beside)
-    model = Model(path="m", engine_quantization="fp8_blocks")
-    check(msgspec.structs.replace(SOUND, model=model))
-    with pytest.raises(
-        ValueError, match=rf"^model\.engine_quantization must be none if {re.escape(named)} given"
-    ):
-        check(msgspec.structs.replace(beside, model=model))
 
 
 @pytest.mark.parametrize(

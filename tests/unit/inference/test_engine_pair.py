@@ -12,7 +12,13 @@ from aiohttp import web
 
 from forgemq_contracts.engine_report import ModelInfo
 from forgemq_inference import engine_pair
-from forgemq_inference.engine import Engine, EngineError, EngineRefusedError, ServerInfo
+from forgemq_inference.engine import (
+    BucketPlace,
+    Engine,
+    EngineError,
+    EngineRefusedError,
+    ServerInfo,
+)
 from forgemq_inference.engine_pair import EnginePair, check_pair, room_of
 
 BODY = {"rid": "r1.0.1", "input_ids": [5, 6, 7]}
@@ -225,6 +231,14 @@ async def test_a_pair_of_two_folders_says_of_no_folder_that_it_has_read_it() -> 
         assert await given.pair.model_info() == ModelInfo("0.0")
 
 
+async def test_a_draft_head_is_loaded_by_both() -> None:
+    async with scene() as given:
+        place = BucketPlace(selector="draft", final_name="1.1")
+        await given.pair.load_tensors(b"tensors", place=place, timeout_s=5)
+    path = "/update_weights_from_tensor"
+    assert sorted(given.calls) == [f"decode {path}", f"prefill {path}"]
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "message"),
     [
@@ -238,17 +252,17 @@ async def test_a_pair_of_two_folders_says_of_no_folder_that_it_has_read_it() -> 
         (
             ServerInfo(1, 1, disaggregation_mode="prefill", quantization="fp8"),
             DECODE,
-            "^the prefill engine was started with --quantization fp8: nobody has tried it",
+            "^prefill and decode engine must have the same --quantization, got fp8 and None$",
         ),
         (
             PREFILL,
             ServerInfo(1, 1, disaggregation_mode="decode", speculative_algorithm="EAGLE"),
-            "^the decode engine was started with --speculative-algorithm EAGLE: nobody has tried",
+            "^prefill and decode engine must have the same --speculative-algorithm, got None and E",
         ),
         (
-            ServerInfo(1, 1, disaggregation_mode="prefill", hicache_storage_backend="file"),
-            DECODE,
-            "^the prefill engine was started with --hicache-storage-backend file: nobody has",
+            PREFILL,
+            ServerInfo(1, 1, disaggregation_mode="decode", hicache_storage_backend="file"),
+            "^the decode engine was started with --hicache-storage-backend file: prefill reads",
         ),
     ],
 )

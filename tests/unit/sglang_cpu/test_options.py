@@ -203,3 +203,11 @@ def test_an_engine_whose_model_has_8_bit_blocks_says_so_and_loads_what_it_needs(
         )
         made = environment(EngineOptions(), {}, pid=1, weight_bytes=0, has_fp8_blocks=is_fp8)
         assert (flag in " ".join(command), FP8_BLOCKS_VARIABLE in made) == (is_fp8, is_fp8)
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_a_draft_head_is_in_full_beside_8_bit_weights(is_fp8: bool) -> None:
+    command = command_line(
+        EngineOptions(head="head"), model_path="m", host="h", port=7, has_fp8_blocks=is_fp8
+    )
+    assert (" ".join(command).count("--speculative-draft-model-quantization unquant")) == is_fp8

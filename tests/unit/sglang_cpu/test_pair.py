@@ -7,6 +7,7 @@ import pytest
 
 from forgemq_sglang_cpu import pair
 from forgemq_sglang_cpu.options import EngineOptions, command_line
+from forgemq_sglang_cpu.pool import EnginePool
 from forgemq_sglang_cpu.server import EngineServer, EngineServerError
 from tests.ports import free_port
 
@@ -30,6 +31,18 @@ def test_each_role_has_its_own_flags_and_a_unified_engine_none() -> None:
         *("--disaggregation-mode", "decode", "--disaggregation-decode-enable-radix-cache"),
     ]
     assert "--disaggregation-mode" in flags(role="decode")
+
+
+def test_prefill_has_the_pool_of_a_pair_and_decode_takes_pages_of_its_size() -> None:
+    pool = EnginePool(storage="file", folder="/pool", page_tokens=32)
+    prefill, decode = (
+        command_line(EngineOptions(role=role, pool=pool), model_path="m", host="h", port=7)
+        for role in ("prefill", "decode")
+    )
+    assert "--enable-hierarchical-cache" in prefill
+    for command in (prefill, decode):
+        assert command[command.index("--page-size") + 1] == "32"
+    assert not [flag for flag in decode if "hicache" in flag or "hierarchical" in flag]
 
 
 def test_an_engine_on_several_gpus_is_told_how_to_spread_its_model() -> None:

@@ -50,7 +50,8 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
             without the time that the weights' bytes take.
         weight_bytes_per_s_min: Least rate at which they arrive; their size adds to the wait. As the
             trainer's settings `transfer_deadline_s` and `transfer_bytes_per_s_min`.
-        pool: That the server shares with others; None: it keeps K/V in its own memory only.
+        pool: That the server shares with others; None: it keeps K/V in its own memory only. A
+            decode engine only takes the size of its pages, and prefill reads and writes it.
         adapters: That the server can load beside its model; None for none.
         head: Folder of a draft head that guesses tokens ahead of the model; "" for none.
         draft_model: Folder of a small model that guesses instead; "" for none.
@@ -110,7 +111,10 @@ def command_line(
     if has_fp8_blocks:
         # SGLang sees it in config.json too, and only with the flag it says so in /server_info.
         command += ["--quantization", "fp8"]
-    if options.pool is not None:
+    if options.pool is not None and options.role == "decode":
+        # Prefill reads contexts, so the pool is its own; both send and take pages of one size.
+        command += ["--page-size", str(options.pool.page_tokens)]
+    elif options.pool is not None:
         command += arguments(options.pool, has_gpu=options.has_gpu)
     if options.adapters is not None:
         command += adapter_arguments(options.adapters, has_gpu=options.has_gpu)
@@ -126,7 +130,7 @@ def command_line(
             # SGLang's default on Blackwell routes inside its kernel and records expert 0 only.
             command += ["--moe-runner-backend", "triton"]
     if options.head or options.draft_model:
-        command += _draft_arguments(options)
+        command += _draft_arguments(options, has_fp8_blocks=has_fp8_blocks)
     return [*command, *options.extra]
 
 
@@ -165,15 +169,19 @@ def _gpu_arguments(options: EngineOptions) -> list[str]:
     return [*arguments, "--enable-fp32-lm-head"]
 
 
-def _draft_arguments(options: EngineOptions) -> list[str]:
+def _draft_arguments(options: EngineOptions, *, has_fp8_blocks: bool) -> list[str]:
     # A chain and no tree: the model reads the drafted tokens and the one before them.
-    return [
+    arguments = [
         *("--speculative-algorithm", "EAGLE" if options.head else "STANDALONE"),
         *("--speculative-draft-model-path", options.head or options.draft_model),
         *("--speculative-num-steps", str(options.draft_steps)),
         *("--speculative-eagle-topk", "1"),
         *("--speculative-num-draft-tokens", str(options.draft_steps + 1)),
     ]
+    if has_fp8_blocks:
+        # By default SGLang would round what guesses too, and its weights are in full.
+        arguments += ["--speculative-draft-model-quantization", "unquant"]
+    return arguments
 
 
 def environment(

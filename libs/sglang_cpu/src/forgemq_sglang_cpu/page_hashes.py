@@ -25,34 +25,48 @@ def get_hash(
     prior_digest: bytes | None,
     page_tokens: int | None = None,
 ) -> str | list[str]:
-    """Names of the pages of the first `count` tokens, the last page perhaps not full.
+    """Names of the pages of the first `count` units, the last page perhaps not full.
 
     Args:
         tokens: Ids below 2^32.
-        count: Of the tokens that are named.
-        unit_width: 1.
-        is_bigram: False; a run with a pool has no draft head.
+        count: Units that are named: single tokens, or pairs of a token and the next one.
+        unit_width: Tokens of a unit, 1 or 2.
+        is_bigram: Units are such pairs, as SGLang files K/V beside a draft head: a head reads the
+            next token too, so `count` pairs are of `count` + 1 tokens.
         prior_digest: Name of the page before the first one, 32 bytes; None if it begins a context.
-        page_tokens: Tokens of a page; None: all tokens are one page.
+        page_tokens: Units of a page; None: all units are one page.
 
     Returns:
         64 hexadecimal digits for each page; of one page alone not in a list.
 
     Raises:
-        ValueError: the tokens are not single ones.
+        ValueError: the units are neither tokens nor such pairs, or tokens are missing.
         OverflowError: a token is below 0, or 2^32 or more.
     """
-    if is_bigram or unit_width != 1:
-        raise ValueError("pages of single tokens alone have names here, not those of a draft head")
-    words = array("I", tokens[:count])
+    if unit_width != (2 if is_bigram else 1):
+        raise ValueError(
+            f"unit_width must be 1 for tokens and 2 for pairs of a token and its next one, got "
+            f"{unit_width}"
+        )
+    words = _pairs(tokens, count) if is_bigram else array("I", tokens[:count])
     if sys.byteorder == "big":
         words.byteswap()
     data, digest, names = words.tobytes(), prior_digest or b"", list[str]()
-    size = (page_tokens or max(1, count)) * _TOKEN_BYTES
+    size = (page_tokens or max(1, count)) * unit_width * _TOKEN_BYTES
     for start in range(0, max(1, len(data)) if page_tokens is None else len(data), size):
         digest = hashlib.sha256(digest + data[start : start + size]).digest()
         names.append(digest.hex())
     return names[0] if page_tokens is None else names
+
+
+def _pairs(tokens: Sequence[int], count: int) -> "array[int]":
+    """Each of the first tokens and the one behind it, flat."""
+    words = array("I", tokens[: count + 1] if count else ())
+    if count and len(words) != count + 1:
+        raise ValueError(f"{count} pairs are of {count + 1} tokens, got {len(words)}")
+    pairs = array("I", bytes(2 * count * _TOKEN_BYTES))
+    pairs[0::2], pairs[1::2] = words[:-1], words[1:]
+    return pairs
 
 
 def module_with_get_hash() -> ModuleType:

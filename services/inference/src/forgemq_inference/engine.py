@@ -281,10 +281,10 @@ class Engine:
         }
         await self._succeed("/update_weights_from_distributed", body, timeout_s=timeout_s)
 
-    async def load_tensors(
-        self, payload: bytes, *, ranks: int, place: "BucketPlace", timeout_s: float
-    ) -> None:
+    async def load_tensors(self, payload: bytes, *, place: "BucketPlace", timeout_s: float) -> None:
         """Load tensors that the request itself holds; see `tensor_pickle.py`."""
+        # Each process of the engine takes a copy of its own.
+        ranks = (await self.server_info()).tp_size
         text = base64.b64encode(payload).decode()
         body = place.fields() | {"serialized_named_tensors": [text] * ranks}
         await self._succeed("/update_weights_from_tensor", body, timeout_s=timeout_s)

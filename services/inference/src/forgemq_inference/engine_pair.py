@@ -172,6 +172,7 @@ class EnginePair:
             max_total_num_tokens=min(prefill.max_total_num_tokens, decode.max_total_num_tokens),
             max_req_input_len=min(prefill.max_req_input_len, decode.max_req_input_len),
             tp_size=prefill.tp_size + decode.tp_size,
+            hicache_storage_backend=prefill.hicache_storage_backend,
             disaggregation_mode=None,
         )
 
@@ -268,16 +269,11 @@ class EnginePair:
             )
         )
 
-    async def load_tensors(
-        self, payload: bytes, *, ranks: int, place: BucketPlace, timeout_s: float
-    ) -> None:
-        """Refuse: only draft heads come this way, and a pair guesses no tokens.
-
-        Raises:
-            EngineRefusedError: always.
-        """
-        del payload, ranks, place, timeout_s
-        raise EngineRefusedError("a prefill and a decode engine take no draft head")
+    async def load_tensors(self, payload: bytes, *, place: BucketPlace, timeout_s: float) -> None:
+        """Load tensors that the request itself holds on both; as `Engine.load_tensors`."""
+        await self._both(
+            lambda engine: engine.load_tensors(payload, place=place, timeout_s=timeout_s)
+        )
 
     async def load_folder(self, folder: str, *, name: str, timeout_s: float) -> None:
         """Load weights on both from a folder that both can read, and flush their caches."""
@@ -319,16 +315,20 @@ def check_pair(prefill: ServerInfo, decode: ServerInfo) -> None:
                 f"the {role} engine was started with --enable-return-routed-experts: prefill "
                 "records the routes of the first token, and SGLang sends them to no decode engine"
             )
-        for option, value in (
-            ("--speculative-algorithm", server.speculative_algorithm),
-            ("--hicache-storage-backend", server.hicache_storage_backend),
-            ("--quantization", server.quantization),
-        ):
-            if value is not None:
-                raise EngineRefusedError(
-                    f"the {role} engine was started with {option} {value}: nobody has tried it "
-                    "with a pair"
-                )
+    for option, of_prefill, of_decode in (
+        ("--speculative-algorithm", prefill.speculative_algorithm, decode.speculative_algorithm),
+        ("--quantization", prefill.quantization, decode.quantization),
+    ):
+        if of_prefill != of_decode:
+            raise EngineRefusedError(
+                f"prefill and decode engine must have the same {option}, got {of_prefill} and "
+                f"{of_decode}"
+            )
+    if decode.hicache_storage_backend is not None:
+        raise EngineRefusedError(
+            "the decode engine was started with --hicache-storage-backend "
+            f"{decode.hicache_storage_backend}: prefill reads contexts, so the pool is its own"
+        )
 
 
 async def _first_failure_or(
