@@ -16,6 +16,7 @@ from forgemq_launcher.display.panel import PanelView, ShownService
 from forgemq_launcher.display.run_display import RunDisplay
 from forgemq_launcher.display.screen import Screen
 from forgemq_launcher.records.follower import Follower
+from forgemq_launcher.records.told_reading import told_reading
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_launcher.upkeep.stop_signal import SIGNALS
 from forgemq_run_view.state import Activity, RunState
@@ -66,7 +67,8 @@ async def _watch(folder: RunFolder, environ: Mapping[str, str], screen: Screen) 
     async with run_on_broker(folder, environ) as (log, started):
         follower = Follower(log, started, without_blobs=without_blobs)
         screen.say(f"reading run {folder.run}")
-        await follower.catch_up()
+        async with told_reading(log, started.configuration, say=screen.say):
+            await follower.catch_up()
         screen.open()
         ended = await show_until_ended(follower, screen)
     screen.close()
