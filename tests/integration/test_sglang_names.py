@@ -60,7 +60,12 @@ KINDS: dict[str, tuple[EngineOptions, dict[str, object]]] = {
             "speculative_num_steps": 2,
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": 3,
+            "speculative_draft_model_quantization": "unquant",
         },
+    ),
+    "decode with a pool": (
+        EngineOptions(has_gpu=True, role="decode", pool=MOONCAKE),
+        {"page_size": 64, "hicache_storage_backend": None},
     ),
     "adapters": (
         EngineOptions(adapters=EngineAdapters(rank=4, targets=("q_proj", "down_proj"))),
