@@ -39,7 +39,9 @@ async def steps_there(connection: KafkaConnection, run: str) -> int | None:
         await log.close()
     trained = [message.record for records in batches for message in messages_of(records)]
     steps = [record.step + 1 for record in trained if isinstance(record, TrainedStep)]
-    return steps[-1] if steps else None if end[place] else 0
+    if steps:
+        return steps[-1]
+    return None if end[place] else 0
 
 
 async def absence_of(connection: KafkaConnection, run: str) -> str:
@@ -49,6 +51,6 @@ async def absence_of(connection: KafkaConnection, run: str) -> str:
     said = f"run {run} has no topics on {connection.bootstrap}: it was deleted, or was never there"
     there = [each.started.run for each in await runs_there(connection)]
     if not there:
-        return f"{said}, as no other run is"
+        return f"{said}; the broker has no run"
     more = f" and {len(there) - NAMED_MAX} older ones" if len(there) > NAMED_MAX else ""
     return f"{said}; the broker has {', '.join(there[:NAMED_MAX])}{more}"
