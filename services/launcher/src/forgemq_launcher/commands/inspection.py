@@ -28,6 +28,8 @@ from forgemq_run_view.rewards import EpisodeReward, TurnReward
 from forgemq_run_view.state import GroupRow, RunState
 from forgemq_run_view.trajectory import Trajectory, TrajectoryTurn, trajectories
 
+READ_BY_AUDIT = 3
+"""How often an audit reads records of groups: for the state, to find them, and to compare them."""
 GROUPS_SHOWN_MAX = 2000
 """The newest ones: several hundred steps of the demo, and still a second of output."""
 
@@ -65,7 +67,7 @@ def leave_report(result: Report, state: RunState, console: Console, *, folder: P
 
 
 async def _audited(folder: RunFolder, environ: Mapping[str, str]) -> tuple[Report, RunState]:
-    async with run_to_read(folder, environ) as (log, started):
+    async with run_to_read(folder, environ, times=READ_BY_AUDIT) as (log, started):
         ended = await end_of(log, started)
         reason = ended.reason if ended else ""
         now_ms = ended.ended_ms if ended else started.started_ms

@@ -67,16 +67,16 @@ async def run_broker(
 
 @asynccontextmanager
 async def run_to_read(
-    folder: RunFolder, environ: Mapping[str, str]
+    folder: RunFolder, environ: Mapping[str, str], *, times: int = 1
 ) -> AsyncIterator[tuple[Log, StartedRun]]:
     """As `run_on_broker`, for a command that reads the log and ends.
 
-    While that takes long, stderr says how far it is.
+    While that takes long, stderr says how far it is, and how many `times` most records are read.
     """
     errors = Console(stderr=True)
     async with (
         run_on_broker(folder, environ) as (log, started),
-        told_reading(log, started.configuration, say=partial(say, errors)),
+        told_reading(log, started.configuration, say=partial(say, errors), times=times),
     ):
         yield log, started
 

@@ -19,12 +19,22 @@ async def told_reading(
     *,
     say: Callable[[str], None],
     every_s: float = TOLD_EVERY_S,
+    times: int = 1,
 ) -> AsyncIterator[None]:
-    """Say every so often, while the block runs, how many records it has read of how many."""
+    """Say every so often, while the block runs, how many records it has read of how many.
+
+    Args:
+        log: Of the run.
+        configuration: Of the run.
+        say: Gets a line.
+        every_s: Time between two lines.
+        times: How often the block reads most of the records.
+    """
     places = [place for topic in OF_RUN for place in partitions_of(topic, configuration)]
     first, ends = await log.first_positions(places), await log.end_positions(places)
     # Some offsets are marks of transactions, and no command reads all topics.
     kept = sum(ends[place] - first[place] for place in places)
+    again = f", most of which are read {times} times" if times > 1 else ""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     timer: asyncio.TimerHandle
@@ -33,7 +43,7 @@ async def told_reading(
         nonlocal timer
         say(
             f"run {configuration.run}: {log.records_read:,} records read in "
-            f"{loop.time() - began_s:.0f} s; its log has about {kept:,}"
+            f"{loop.time() - began_s:.0f} s; its log has about {kept:,}{again}"
         )
         timer = loop.call_later(every_s, tell)
 
