@@ -1,5 +1,6 @@
 """The tree of message paths and the tree of tokens of one episode."""
 
+import operator
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,7 +16,13 @@ from forgemq_gateway.core.forks import fork_reason
 from forgemq_gateway.core.history import TAIL_TOKENS, History
 from forgemq_gateway.core.known_completion import KnownCompletion
 from forgemq_gateway.core.message_paths import Branch
-from forgemq_gateway.core.requests import Echo, RequestMessage, Text
+from forgemq_gateway.core.requests import (
+    Echo,
+    KeyedMessages,
+    RequestMessage,
+    Text,
+    chat_json,
+)
 from tests.unit.gateway.completions import add_first, completion_of, user
 
 tokens = st.lists(st.integers(0, 3), max_size=30)
@@ -245,3 +252,25 @@ def test_the_tail_of_a_context_is_its_last_tokens_in_whatever_order_it_is_asked_
         asked = dice.choice([completion, dice.choice(known)])
         whole = wholes[asked.request_id][: asked.context_tokens]
         assert unpack_ids(history.context_tail(asked)) == whole[-TAIL_TOKENS:]
+
+
+def test_what_a_turn_refers_to_is_read_once_however_many_later_turns_refer_to_it() -> None:
+    history = History()
+    parent: KnownCompletion | None = None
+    for number in range(3):
+        said = f"question {number}"
+        asked = RequestMessage(role="user", parts=(Text(said),))
+        completion = completion_of(
+            number, parent=parent, context=[1], output=[2], text=f"answer {number}"
+        )
+        completion.messages = chat_json([asked])
+        parent = add_first(history, completion, said)
+    before, whole = (history.messages_until(f"{number:032x}") for number in (1, 2))
+    assert before is not None
+    assert whole is not None
+    texts = ["question 0", "answer 0", "question 1", "answer 1", "question 2", "answer 2"]
+    assert [message.parts for message in whole.messages] == [(Text(text),) for text in texts]
+    assert all(map(operator.is_, before.messages, whole.messages))
+    assert all(map(operator.is_, before.keys, whole.keys))
+    assert whole == KeyedMessages.of(whole.messages)
+    assert whole.without_first() == KeyedMessages.of(whole.messages[1:])

@@ -8,6 +8,7 @@ from msgspec import Struct
 from forgemq_gateway.core.replies import Reply
 from forgemq_gateway.core.requests import (
     Call,
+    KeyedMessages,
     Part,
     RequestMessage,
     Role,
@@ -24,7 +25,7 @@ class Conversation(Protocol):
         """The reply to this request; None if there is none yet."""
         ...
 
-    def messages_until(self, request_id: str) -> tuple[RequestMessage, ...] | None:
+    def messages_until(self, request_id: str) -> KeyedMessages | None:
         """Every message up to the reply to this request, and it; None if they are not kept."""
         ...
 

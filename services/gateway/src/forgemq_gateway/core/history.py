@@ -5,7 +5,7 @@ tokens are then kept as they were sampled. Any other request is rendered from it
 its parent is the completion it shares most leading tokens with, so the log still carries deltas.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from msgspec import Struct
@@ -20,7 +20,7 @@ from forgemq_gateway.core.prompt_paths import Continued, PromptPaths, is_prompt_
 from forgemq_gateway.core.raw_prompts import Prompt, TextPrompt, TokenPrompt
 from forgemq_gateway.core.read_bodies import ReadBodies
 from forgemq_gateway.core.replies import Reply, echo_digests, echo_key
-from forgemq_gateway.core.requests import Echo, RequestMessage
+from forgemq_gateway.core.requests import Echo, KeyedMessages
 
 # About what the Python objects of one completion take beside its tokens and text.
 _OBJECT_BYTES = 1024
@@ -140,7 +140,7 @@ class History:
             len(completion.context)
             + len(completion.output)
             + len(completion.logprobs)
-            + len(completion.messages)
+            + 2 * len(completion.messages)  # Also as they are read.
             + _size(completion.top_tokens)
             + completion.reply.characters
             + _OBJECT_BYTES
@@ -178,7 +178,7 @@ class History:
         completion = self.completions.get(request_id)
         return None if completion is None else completion.reply
 
-    def messages_until(self, request_id: str) -> tuple[RequestMessage, ...] | None:
+    def messages_until(self, request_id: str) -> KeyedMessages | None:
         """All messages up to the reply to this request, and it; None if they are not kept."""
         chain: list[KnownCompletion] = []
         node = self.completions.get(request_id)
@@ -187,7 +187,7 @@ class History:
             node = None if node.is_fork else node.parent
         if not chain or not all(completion.messages for completion in chain):
             return None
-        return tuple(message for completion in reversed(chain) for message in _exchange(completion))
+        return KeyedMessages.joined([_exchange(completion) for completion in reversed(chain)])
 
     def continued(self, prompt: Prompt) -> Continued | None:
         """The completion that this prompt continues, if any."""
@@ -235,10 +235,14 @@ def _size(top_tokens: TopTokens | None) -> int:
     return 0 if top_tokens is None else len(top_tokens.ids) + len(top_tokens.logprobs)
 
 
-def _exchange(completion: KnownCompletion) -> Iterator[RequestMessage]:
-    """The messages that a request added, and its reply."""
-    yield from logged_messages(completion.messages)
-    yield reply_message(completion.reply, request_id=completion.request_id)
+def _exchange(completion: KnownCompletion) -> KeyedMessages:
+    """The messages that a request added, and its reply: read once, as every later turn has them."""
+    exchange = completion.exchange
+    if exchange is None:
+        reply = reply_message(completion.reply, request_id=completion.request_id)
+        exchange = KeyedMessages.of([*logged_messages(completion.messages), reply])
+        completion.exchange = exchange
+    return exchange
 
 
 def _twin(

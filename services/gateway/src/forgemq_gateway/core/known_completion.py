@@ -5,6 +5,7 @@ from msgspec import Struct
 from forgemq_contracts.completions import FinishedCompletion, TopTokens, TurnPart
 from forgemq_contracts.lanes import WeightsId
 from forgemq_gateway.core.replies import Reply
+from forgemq_gateway.core.requests import KeyedMessages
 
 TOKEN_BYTES = 4
 """Of a token id, an int32."""
@@ -24,6 +25,7 @@ class KnownCompletion(Struct, kw_only=True, eq=False):
         stop_string: The client's stop string that ended it; "" if none did.
         taken_ms: When its lane read the request; `finished_ms` is by the same clock.
         messages: What its request added to the path, in chat form, if a later one may refer to it.
+        exchange: The same and the reply, as they were read when a later one did.
         echoed: Whether a later request of the client extends it.
         after_offset: Offset of the newest completion that the gateway had when this was requested.
     """
@@ -51,6 +53,7 @@ class KnownCompletion(Struct, kw_only=True, eq=False):
     finished_ms: int
     temperature: float
     messages: bytes = b""
+    exchange: KeyedMessages | None = None
     logprobs: bytes = b""
     top_tokens: TopTokens | None = None
     is_fork: bool = False

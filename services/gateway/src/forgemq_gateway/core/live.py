@@ -21,7 +21,7 @@ from forgemq_gateway.core.history import History
 from forgemq_gateway.core.keys import key_sha256
 from forgemq_gateway.core.repetition import repetition
 from forgemq_gateway.core.replies import Reply
-from forgemq_gateway.core.requests import Request, RequestMessage
+from forgemq_gateway.core.requests import KeyedMessages, Request
 
 SESSION_HEADER = "x-forgemq-session"
 """All requests with one value are one episode, whatever their messages."""
@@ -93,7 +93,7 @@ class OpenConversations:
         replies = (history.reply_to(request_id) for history in self._histories)
         return next((reply for reply in replies if reply is not None), None)
 
-    def messages_until(self, request_id: str) -> tuple[RequestMessage, ...] | None:
+    def messages_until(self, request_id: str) -> KeyedMessages | None:
         """All messages up to the reply to this request, and it; None if none of them has it."""
         found = (history.messages_until(request_id) for history in self._histories)
         return next((messages for messages in found if messages is not None), None)

@@ -96,13 +96,23 @@ class KeyedMessages(Struct, frozen=True):
         keys = tuple([match_key(message) for message in given])
         return cls(given, keys, sum([len(message.parts) for message in given]))
 
+    @classmethod
+    def joined(cls, given: Sequence["KeyedMessages"]) -> "KeyedMessages":
+        """All messages of these, one after the other."""
+        return cls(
+            tuple([message for each in given for message in each.messages]),
+            tuple([key for each in given for key in each.keys]),
+            sum([each.part_count for each in given]),
+        )
+
+    def without_first(self) -> "KeyedMessages":
+        """All but the first message, which is there."""
+        first = len(self.messages[0].parts)
+        return KeyedMessages(self.messages[1:], self.keys[1:], self.part_count - first)
+
     def __add__(self, other: "KeyedMessages") -> "KeyedMessages":
         """These messages, then the others."""
-        return KeyedMessages(
-            (*self.messages, *other.messages),
-            (*self.keys, *other.keys),
-            self.part_count + other.part_count,
-        )
+        return KeyedMessages.joined((self, other))
 
 
 class ReadItems(Struct, frozen=True, kw_only=True):

@@ -112,7 +112,7 @@ def request_of(body: bytes, conversation: Conversation, known: ReadItems | None 
     tools = _tools(fields.tools)
     wants_logprobs = _LOGPROBS in (fields.include or ())
     found, items = _input(fields, conversation, body=body, known=known)
-    before = KeyedMessages.of(_before(fields, conversation))
+    before = _before(fields, conversation)
     if not (before.messages or found.messages):
         raise invalid("input must have at least one item", param="input")
     return replace(
@@ -158,22 +158,23 @@ def _input(
     return found, None if is_open else items.place(found, added=len(given))
 
 
-def _before(fields: ResponsesFields, known: Conversation) -> tuple[RequestMessage, ...]:
+def _before(fields: ResponsesFields, known: Conversation) -> KeyedMessages:
     """Instructions, and the conversation that is continued.
 
     The instructions of the request that is continued are replaced by this request's, if it has any.
     """
     before = _continued(fields.previous_response_id, known)
     if fields.instructions:
-        if before and before[0].role == "system":
-            before = before[1:]
-        before = (RequestMessage(role="system", parts=(Text(fields.instructions),)), *before)
+        if before.messages and before.messages[0].role == "system":
+            before = before.without_first()
+        system = RequestMessage(role="system", parts=(Text(fields.instructions),))
+        before = KeyedMessages.of([system]) + before
     return before
 
 
-def _continued(response_id: str | None, known: Conversation) -> tuple[RequestMessage, ...]:
+def _continued(response_id: str | None, known: Conversation) -> KeyedMessages:
     if response_id is None:
-        return ()
+        return KeyedMessages()
     messages = known.messages_until(response_answered(response_id))
     if messages is None:
         raise unknown(
