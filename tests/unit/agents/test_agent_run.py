@@ -5,6 +5,7 @@ import itertools
 from contextlib import suppress
 
 import msgspec
+import numpy as np
 import pytest
 from msgspec import Raw
 
@@ -223,6 +224,23 @@ async def test_an_end_that_cannot_be_reported_masks_the_episode(memory_gateway, 
 
     await play(gateway, odd, slots=1, evaluation=Evaluation())
     assert gateway.groups["g-count-0"].ended == {0: AbortRequest(detail=detail)}
+
+
+async def test_numbers_of_numpy_in_a_task_a_reward_and_a_result_are_those_numbers(memory_gateway):
+    gateway = await memory_gateway(groups_to_train=1, slots=1, group_size=1)
+
+    async def measured(episode) -> None:
+        await episode.report_reward("outcome", np.float64(0.25))
+        episode.result = {"k": np.int64(episode.task["k"]), "scores": np.array([[0.5], [1.0]])}
+        episode.tool_s += np.float32(1.5)
+
+    def source(seed: int, domain: str, k: int) -> object:
+        return {"k": np.int64(k + 7)}
+
+    await play(gateway, measured, source=source, slots=1, evaluation=Evaluation())
+    assert [reward.value for reward in gateway.rewards] == [0.25]
+    end = FinishRequest(result=Raw(b'{"k":7,"scores":[[0.5],[1.0]]}'), tool_s=1.5)
+    assert gateway.groups["g-count-0"].ended == {0: end}
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.lease_thread import LeaseThread
 from forgemq_agents.requests import JsonRequests
 from forgemq_agents.user_code import Play
+from forgemq_agents.user_values import in_json
 from forgemq_contracts.admin import DETAIL_CHARACTERS_MAX, AbortRequest, Claim, FinishRequest
 from forgemq_telemetry.telemetry import Telemetry
 
@@ -128,5 +129,5 @@ def _finish_of(episode: Episode, *, detail: str = "") -> FinishRequest:
         "tool_s": episode.all_tool_s,
         "virtual_s": episode.virtual_s,
     }
-    finish = msgspec.json.decode(msgspec.json.encode(fields), type=FinishRequest)
+    finish = msgspec.json.decode(in_json(fields), type=FinishRequest)
     return msgspec.structs.replace(finish, truncated_by=episode.truncated_by, detail=detail)

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-import msgspec
 from msgspec import Raw
 
 from forgemq_agents.core.schedule import EvaluationGroup, training_key, training_task
@@ -14,6 +13,7 @@ from forgemq_agents.errors import EpisodeOverError, GatewayError
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.room import Reservation, Room
 from forgemq_agents.user_code import DomainCode, UserCodeError
+from forgemq_agents.user_values import in_json
 from forgemq_contracts.admin import BODY_BYTES_MAX, Claim, GroupRequest, GroupStatus
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.stages import of_domain
@@ -236,7 +236,7 @@ def _in_json(task: object, *, name: str) -> Raw:
         UserCodeError: JSON has no form for it, or it is too long.
     """
     try:
-        written = msgspec.json.encode(task)
+        written = in_json(task)
     except (ValueError, TypeError, RecursionError) as error:
         raise UserCodeError(f"{name} has no form in JSON: {error}") from error
     if len(written) > TASK_BYTES_MAX:

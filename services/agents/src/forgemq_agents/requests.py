@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from forgemq_agents.errors import ContextFullError, EpisodeOverError, GatewayError
+from forgemq_agents.user_values import in_json
 from forgemq_contracts.admin import Refusal
 from forgemq_telemetry.traces import Headers, headers_to_http
 
@@ -106,7 +107,7 @@ class JsonRequests:
             ContextFullError: 400 with the code context_length_exceeded.
             GatewayError: any other refusal, or no answer before the deadline.
         """
-        body = b"" if fields is None else msgspec.json.encode(fields)
+        body = b"" if fields is None else in_json(fields)
         sent = {
             "Authorization": f"Bearer {key}",
             "Content-Type": "application/json",
