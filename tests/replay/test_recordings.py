@@ -55,6 +55,7 @@ DIGESTS = {
     ("reward-1", 1): "21df9573e8749edbf8e803ea54998525",
     ("reward-1", 2): "21df9573e8749edbf8e803ea54998525",
     ("reward-1", 3): "21df9573e8749edbf8e803ea54998525",
+    ("reward-1", 4): "21df9573e8749edbf8e803ea54998525",
     ("scheduler-0", 1): "871b1e6882df1f18316a73e950a645bd",
     ("scheduler-0", 2): "871b1e6882df1f18316a73e950a645bd",
     ("scheduler-0", 3): "871b1e6882df1f18316a73e950a645bd",

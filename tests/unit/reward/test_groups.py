@@ -133,6 +133,17 @@ def test_a_group_of_truncated_episodes_without_loss_says_why_nothing_trains():
     assert [one.is_masked for one in scored.episodes] == [False, False]
 
 
+def test_a_group_whose_agent_asked_for_no_completion_fails_whatever_its_episodes_earned():
+    episodes = [finished_episode(index, size=3, turns=0) for index in range(2)]
+    episodes.append(finished_episode(2, size=3, status="failed"))
+    grades = [graded_episode(0, outcome=1.0), graded_episode(1)]
+    scored = score(episodes, grades)
+    assert (scored.not_trainable, scored.completions) == ("failed", ())
+    assert scored.detail == (
+        "no scored episode has a completion: their agent asked the gateway for none, or was refused"
+    )
+
+
 def test_with_a_teacher_a_group_of_equal_returns_trains_too():
     records = [finished_episode(0), finished_episode(1), graded_episode(0), graded_episode(1)]
     core = RewardCore(partition=3, rewards=Rewards(), has_teacher=True)

@@ -134,8 +134,9 @@ def test_a_groups_advantages_are_those_of_the_definition(
         truncated=truncated,
         discount=discount,
     )
-    kept = sum(_rewards(rollout, truncated) is not None for rollout in rollouts)
-    if kept < max(2, fraction * len(rollouts)):
+    kept = [rollout for rollout in rollouts if _rewards(rollout, truncated) is not None]
+    is_enough = len(kept) >= max(2, fraction * len(rollouts))
+    if not is_enough or not any(rollout.process for rollout in kept):
         assert scored.not_trainable == "failed"
     elif max((abs(advantage) for _, _, advantage in expected), default=0.0) < 5e-7:
         assert scored.not_trainable == "zero_variance"

@@ -26,6 +26,10 @@ CAUSE_CHARACTERS_MAX = 300
 
 NOTHING_TRAINS = "every scored episode was truncated, and rewards.truncated is no_loss"
 
+NOTHING_SAMPLED = (
+    "no scored episode has a completion: their agent asked the gateway for none, or was refused"
+)
+
 _NO_DOMAINS: Mapping[str, Rewards] = MappingProxyType({})
 
 
@@ -188,6 +192,8 @@ def scored_group(group: GroupState, *, settings: Rewards, has_teacher: bool = Fa
         detail = f"{len(unmasked)} of {first.group_size} episodes scored, {needed:g} are needed"
         detail += _first_cause(group, grades, settings=settings)
         return _untrainable(scored, "failed", detail=detail)
+    if not any(group.episodes[index].manifest for index in unmasked):
+        return _untrainable(scored, "failed", detail=NOTHING_SAMPLED)
     returns = [
         return_of(
             group.episodes[index],

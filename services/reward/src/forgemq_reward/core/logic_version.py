@@ -1,6 +1,6 @@
 """Which logic the reward core has; a higher one takes over the runs of a lower one."""
 
-LOGIC_VERSION = 3
+LOGIC_VERSION = 4
 """Raise it by one with every change of what the core writes, or keeps, for inputs it got before.
 
 A restart then takes journalled inputs over instead of comparing outputs: CONTRIBUTING.md, "Change a
