@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 
 import aiohttp
 import aiohttp.test_utils
@@ -16,6 +17,7 @@ from forgemq_agents.requests import JsonRequests, Retry
 from forgemq_agents.tool_loop import Append, Stop, answer_calls, run_tool_loop
 from forgemq_contracts.admin import Claim, GroupRequest
 from forgemq_telemetry import Telemetry
+from tests.memory_gateway import MemoryGateway
 from tests.memory_gateway_http import ADMIN_KEY, app_of
 
 ENVIRON = {"A": "b", "FORGEMQ_AGENTS_ADMIN_KEY": "secret", "FORGEMQ_KAFKA": "broker:9092"}
@@ -40,14 +42,17 @@ async def opened(memory_gateway, http):
         waits.append(seconds)
 
     requests = JsonRequests(http, retry=Retry(deadline_s=60), sleep=sleep)
+    return server, await opened_episode(server, requests), waits
+
+
+async def opened_episode(server: MemoryGateway, requests: JsonRequests) -> Episode:
     gateway = GatewayClient(requests, url=server.url, admin_key=ADMIN_KEY)
     group = await gateway.request_group(
         GroupRequest(domain="count", idempotency_key="count/0", task=Raw(b'{"k":0}'))
     )
     claim = await gateway.claim(group.group_id)
     assert claim is not None
-    episode = Episode(claim, gateway=gateway, requests=requests, environ=ENVIRON, telemetry=SILENT)
-    return server, episode, waits
+    return Episode(claim, gateway=gateway, requests=requests, environ=ENVIRON, telemetry=SILENT)
 
 
 async def test_the_environment_of_an_agent_has_no_variable_of_forgemq(opened):
@@ -131,6 +136,25 @@ async def test_a_gateway_that_is_away_is_asked_again_until_it_is_back(http, memo
     assert reply.status == 200
     assert attempts >= 2
     await runners[0].cleanup()
+
+
+@pytest.mark.parametrize("is_served", [True, False], ids=["served", "stuck"])
+async def test_a_turn_beyond_the_limit_of_its_key_waits_while_others_are_answered(
+    http, memory_gateway, refusal, is_served
+):
+    server, clock = await memory_gateway(), Clock()
+
+    async def sleep(seconds: float) -> None:
+        await clock.sleep(seconds)
+        if is_served:
+            await requests.send("GET", f"{server.url}/v1/run", key=ADMIN_KEY, is_turn=True)
+
+    requests = JsonRequests(http, retry=Retry(), sleep=sleep, clock_s=clock)
+    episode = await opened_episode(server, requests)
+    server.answers = [refusal(429, "64 requests open", Retry_After="1") for _ in range(800)]
+    with nullcontext() if is_served else pytest.raises(GatewayError, match="64 requests open"):
+        await episode.chat(ASKED)
+    assert clock.now_s == (800.0 if is_served else 300.0)
 
 
 class Clock:

@@ -111,6 +111,7 @@ class Episode:
                 fields=fields,
                 headers={CONTEXT_HEADER: told} if told else {},
                 trace=span.headers(),
+                is_turn=True,
             )
             completion = read_completion(answer.body)
             span.set(completion=completion.completion_id)

@@ -5,6 +5,7 @@ group that it had already taken is answered again and not made twice.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Literal
@@ -76,6 +77,7 @@ class JsonRequests:
         self._retry = retry
         self._sleep = sleep
         self._clock_s = clock_s
+        self._answered_s = -math.inf
 
     async def send(
         self,
@@ -87,6 +89,7 @@ class JsonRequests:
         wait_s: float = 0,
         headers: Mapping[str, str] = NO_HEADERS,
         trace: Headers = (),
+        is_turn: bool = False,
     ) -> JsonReply:
         """Send until the answer is neither 429 nor 5xx.
 
@@ -101,6 +104,8 @@ class JsonRequests:
             wait_s: Time the gateway was asked to hold the request, added to the read timeout.
             headers: Further ones, of ASCII.
             trace: Trace context to send along.
+            is_turn: It asks for a completion. A 429 is then no outage while others get theirs: its
+                deadline counts from the newest one.
 
         Raises:
             EpisodeOverError: 404, 409 or 410.
@@ -108,24 +113,24 @@ class JsonRequests:
             GatewayError: any other refusal, or no answer before the deadline.
         """
         body = b"" if fields is None else in_json(fields)
-        sent = {
-            "Authorization": f"Bearer {key}",
-            "Content-Type": "application/json",
-            **headers,
-            **headers_to_http(trace),
-        }
+        sent = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        sent |= {**headers, **headers_to_http(trace)}
         failing_since_s: float | None = None
         pause_s = self._retry.first_wait_s
         while True:
             began_s = self._clock_s()
             ended = await self._attempt(method, url, headers=sent, body=body, wait_s=wait_s)
-            if isinstance(ended, JsonReply):
-                return ended
             now_s = self._clock_s()
+            if isinstance(ended, JsonReply):
+                if is_turn:
+                    self._answered_s = now_s
+                return ended
             # A connection that is cut after a long wait shows that the gateway was up until then:
             # a new outage begins.
             if failing_since_s is None or (ended.is_cut and now_s - began_s > CONNECT_TIMEOUT_S):
                 failing_since_s, pause_s = now_s, self._retry.first_wait_s
+            if is_turn and ended.error.status == 429:
+                failing_since_s = max(failing_since_s, self._answered_s)
             wait = pause_s if ended.wait_s is None else ended.wait_s
             deadline_s = failing_since_s + self._retry.deadline_s
             if not _is_temporary(ended.error.status) or now_s + wait > deadline_s:
