@@ -11,6 +11,8 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 from forgemq_audit.run_report import audit_run
+from forgemq_bus.log import Log
+from forgemq_contracts.run import StartedRun
 from forgemq_launcher import exit_status
 from forgemq_launcher.commands.run_on_broker import run_to_read
 from forgemq_launcher.core.configuration import ConfigurationError
@@ -21,7 +23,7 @@ from forgemq_launcher.display.lines import left_out, say, show
 from forgemq_launcher.display.report_files import closing, write_report
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.records.run_end import end_of
-from forgemq_launcher.records.shown_records import shown_records
+from forgemq_launcher.records.shown_records import is_requested, shown_records
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_run_view.report import Report
 from forgemq_run_view.rewards import EpisodeReward, TurnReward
@@ -93,33 +95,34 @@ async def inspect(
     if as_requests and what is None:
         raise ConfigurationError("--requests: name a GROUP or an EPISODE behind RUN")
     async with run_to_read(folder, environ) as (log, started):
-        follower = Follower(log, started, without_blobs=lambda error: say(console, left_out(error)))
         if what is None:
-            await follower.catch_up()
-            print_groups(follower, console)
-            print_forks(follower.view.state(now_ms=started.started_ms), console)
-            return exit_status.OK
-        group_id = what.split(".", maxsplit=1)[0]
-        partitions = started.configuration.log.group_partitions
-        messages = await shown_records(log, group_id, partitions=partitions)
-        if not messages:
-            await follower.catch_up()
+            return await _list_groups(log, started, console)
+        group_id, made = what.split(".", maxsplit=1)[0], started.configuration
+        messages = await shown_records(log, group_id, partitions=made.log.group_partitions)
+        is_known = bool(messages) or await is_requested(log, group_id, configuration=made)
     kept = trajectories(messages)
     found = [each for each in kept if _is_of(each.episode_id, what=what)]
     if not found:
-        is_known = bool(messages) or follower.view.knows(group_id)
         say(console, absence(what, is_known=is_known, kept=[each.episode_id for each in kept]))
         return exit_status.FAILED
     if as_requests:
         # Loads the rendering, which no other command needs.
         from forgemq_launcher.commands.request_lines import print_requests
 
-        path = started.configuration.model.path
+        path = made.model.path
         print_requests(messages, console, model_path=path, is_meant=partial(_is_of, what=what))
         return exit_status.OK
-    tokenizer = _tokenizer(Path(started.configuration.model.path))
+    tokenizer = _tokenizer(Path(made.model.path))
     for trajectory in found:
         print_trajectory(trajectory, tokenizer, console)
+    return exit_status.OK
+
+
+async def _list_groups(log: Log, started: StartedRun, console: Console) -> int:
+    follower = Follower(log, started, without_blobs=lambda error: say(console, left_out(error)))
+    await follower.catch_up()
+    print_groups(follower, console)
+    print_forks(follower.view.state(now_ms=started.started_ms), console)
     return exit_status.OK
 
 
