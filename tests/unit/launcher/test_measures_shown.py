@@ -15,7 +15,13 @@ from forgemq_launcher.commands.inspection import print_forks
 from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.headlines import headlines
 from forgemq_launcher.display.panel import PanelView, line, panel
-from forgemq_launcher.display.report_files import ALARMS_SHOWN_MAX, closing, table, write_report
+from forgemq_launcher.display.report_files import (
+    ALARMS_SHOWN_MAX,
+    closing,
+    table,
+    write_report,
+    yield_line,
+)
 from forgemq_run_view.forks import MEANINGS
 from forgemq_run_view.report import report
 from forgemq_run_view.state import (
@@ -183,6 +189,16 @@ def test_what_a_run_without_a_step_or_an_end_has_not_yet_is_not_measured() -> No
     assert "time not measured" in text
     over = msgspec.structs.replace(begun, reason="completed", duration_s=61.0)
     assert "time 0:01:01" in _words(table(over))
+
+
+def test_a_saving_that_is_not_measured_has_no_unit() -> None:
+    made = _report(_run(MEASURED))
+    assert "x append-only, attention not measured staleness" in _words(table(made))
+    assert made.effective_yield is not None
+    without_age = msgspec.structs.replace(
+        made.effective_yield, value=1.0, tokens_per_s=1.0, reward_gain=1.0, policy_age_steps=None
+    )
+    assert "policy age in steps not measured, reward slope" in yield_line(without_age)
 
 
 def test_the_closing_table_shows_the_newest_alarms_and_counts_the_others() -> None:

@@ -174,10 +174,11 @@ def _lines(report: Report) -> list[tuple[str, str]]:
 def _saving(report: Report) -> str:
     if report.merge_ratio_per_request is None:
         return "not measured"
+    attention = report.merge_ratio_attention
     return (
         f"{_of(report.merge_ratio_per_request)}x per request, "
         f"{_of(report.merge_ratio_append)}x append-only, "
-        f"{_of(report.merge_ratio_attention)}x attention"
+        f"{'attention not measured' if attention is None else f'{attention:.2f}x attention'}"
     )
 
 
@@ -201,8 +202,8 @@ def yield_line(measured: EffectiveYield) -> str:
         f"{measured.reward_gain:.3g} reward per 1,000 samples; of the newest "
         f"{measured.newest_steps} steps: gradient variance "
         f"{_of(measured.grad_norm_variance, digits=4)}, capped share "
-        f"{_of(measured.capped_share, digits=4)}, policy age "
-        f"{_of(measured.policy_age_steps)} steps, reward slope "
+        f"{_of(measured.capped_share, digits=4)}, policy age in steps "
+        f"{_of(measured.policy_age_steps)}, reward slope "
         f"{_of(measured.reward_slope, digits=3)} per 1,000 samples"
     )
 
