@@ -23,7 +23,7 @@ from forgemq_launcher.display.report_files import (
     yield_line,
 )
 from forgemq_run_view.forks import MEANINGS
-from forgemq_run_view.report import report
+from forgemq_run_view.report import TrainedTrees, report
 from forgemq_run_view.state import (
     AcceptancePoint,
     EvaluationPoint,
@@ -111,7 +111,7 @@ def test_a_run_that_judges_a_model_shows_no_steps_that_it_never_trains() -> None
 
 
 def _report(state: RunState):
-    return report(state, trees=(), verdicts=(), duration_s=1.0, reason="completed")
+    return report(state, trees=TrainedTrees(), verdicts=(), duration_s=1.0, reason="completed")
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_tokens_a_pass_show_only_in_a_run_that_guesses_and_their_fall_as_an_alar
 
 
 def test_what_a_run_without_a_step_or_an_end_has_not_yet_is_not_measured() -> None:
-    begun = report(_run(), trees={}, verdicts=(), duration_s=0.0, reason="")
+    begun = report(_run(), trees=TrainedTrees(), verdicts=(), duration_s=0.0, reason="")
     text = _words(table(begun))
     assert text.startswith(f"{begun.run}: no end on the log ")
     assert "tree saving not measured staleness" in text

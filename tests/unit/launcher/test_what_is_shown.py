@@ -19,7 +19,7 @@ from forgemq_launcher.commands.inspection import absence
 from forgemq_launcher.commands.service_process import print_service
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.run_folder import RunFolder
-from forgemq_run_view.report import report
+from forgemq_run_view.report import TrainedTrees, report
 from tests.unit.launcher.test_follower import log_of
 from tests.unit.run_view.synthetic import SyntheticRun, configuration, started
 
@@ -82,7 +82,7 @@ def test_a_run_that_goes_on_after_a_stop_is_listed_as_up(tmp_path):
     folder.make(configuration())
     log = asyncio.run(log_of(SyntheticRun().play(steps=2)))
     state = Follower(log, started()).state()
-    stopped = report(state, trees=(), verdicts=(), duration_s=1.0, reason="interrupted")
+    stopped = report(state, trees=TrainedTrees(), verdicts=(), duration_s=1.0, reason="interrupted")
     (folder / "report.json").write_bytes(msgspec.json.encode(stopped))
     (folder / "curves.jsonl").write_text('{"step":2,"loss":1.0}\n')
 

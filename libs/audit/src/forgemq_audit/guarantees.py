@@ -7,6 +7,7 @@ guarantee counts as kept only if everything it speaks of was compared.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from forgemq_audit.held_trees import HeldTree, held, repeated_completions
 from forgemq_audit.same_logprobs import gap_text, gap_violations, limits_of
 from forgemq_contracts.audit import AuditedGroup, TreeFacts
 from forgemq_contracts.groups import AdmittedGroup, RetiredGroup
@@ -51,7 +52,7 @@ class Ledger:
         self._retired: dict[str, dict[tuple[int, int], RetiredGroup]] = {}
         self._scheduled: dict[int, dict[int, ScheduledStep]] = {}
         self._trained: dict[int, TrainedStep] = {}  # by offset
-        self._trees: dict[str, list[TreeFacts]] = {}
+        self._trees: dict[str, list[HeldTree]] = {}
         self._audited: set[str] = set()
 
     def apply(self, message: Message) -> None:
@@ -82,21 +83,19 @@ class Ledger:
 
     def add_tree(self, facts: TreeFacts) -> None:
         """Take in the facts of one tree."""
-        trees = self._trees.setdefault(facts.group_id, [])
-        if facts not in trees:
-            trees.append(facts)
+        tree, trees = held(facts), self._trees.setdefault(facts.group_id, [])
+        if tree not in trees:
+            trees.append(tree)
 
     def trained_group_ids(self) -> tuple[str, ...]:
         """Groups that the surviving weights were trained on, in training order."""
         kept = self._surviving().values()
         return tuple(group_id for step in kept for group_id in step.group_ids)
 
-    def trained_trees(self) -> tuple[TreeFacts, ...]:
+    def trained_trees(self) -> tuple[HeldTree, ...]:
         """Trees of the trained groups, as far as they were compared."""
         return tuple(
-            facts
-            for group_id in self.trained_group_ids()
-            for facts in self._trees.get(group_id, ())
+            tree for group_id in self.trained_group_ids() for tree in self._trees.get(group_id, ())
         )
 
     def verdicts(
@@ -165,16 +164,18 @@ class Ledger:
                 wrong.append(f"step {step_number} was scheduled and never trained")
         groups = Counter(self.trained_group_ids())
         wrong += [f"{g} was trained {n} times" for g, n in groups.items() if n > 1]
-        completions = Counter(c for facts in self.trained_trees() for c in facts.completion_ids)
-        wrong += [f"completion {c} was trained {n} times" for c, n in completions.items() if n > 1]
-        for facts in self.trained_trees():
-            wrong += facts.lost
-            wrong += _unknown(facts.unknown)
+        trees = self.trained_trees()
+        repeated = repeated_completions(trees)
+        wrong += [f"completion {c} was trained {n} times" for c, n in repeated.items()]
+        for tree in trees:
+            wrong += tree.facts.lost
+            wrong += _unknown(tree.facts.unknown)
         wrong += missing
+        samples = sum(tree.samples for tree in trees) - sum(n - 1 for n in repeated.values())
         return _verdict(
             "G2",
             wrong,
-            checked=f"{len(kept)} steps, {len(groups)} groups, {len(completions)} samples",
+            checked=f"{len(kept)} steps, {len(groups)} groups, {samples} samples",
         )
 
     def _against_schedule(self, step: TrainedStep) -> list[str]:
@@ -207,7 +208,7 @@ class Ledger:
                 wrong += [
                     f"{group.group_id}: oldest version in the tree is {facts.version_min}, "
                     f"scheduled as {group.version_min}"
-                    for facts in self._trees.get(group.group_id, ())
+                    for facts in (tree.facts for tree in self._trees.get(group.group_id, ()))
                     if facts.sha256 == group.tree_sha256 and facts.version_min != group.version_min
                 ]
         wrong += missing
@@ -222,12 +223,13 @@ class Ledger:
             for group in next(iter(records.values())).groups
         }
         for group_id in self.trained_group_ids():
-            trees = [f for f in self._trees.get(group_id, ()) if f.sha256 == planned.get(group_id)]
-            if not trees and self._trees.get(group_id):
+            compared, sha256 = self._trees.get(group_id, ()), planned.get(group_id)
+            trees = [tree for tree in compared if tree.facts.sha256 == sha256]
+            if compared and not trees:
                 wrong.append(f"{group_id}: no tree has the scheduled checksum")
-            for facts in trees:
-                samples += len(facts.completion_ids)
-                wrong += facts.differences
+            for tree in trees:
+                samples += tree.samples
+                wrong += tree.facts.differences
         return _verdict("G4", wrong, checked=f"{samples} samples against the log")
 
     def _missing_trees(self, *, is_audit_behind: bool) -> list[str]:

@@ -1,12 +1,13 @@
 """The report of a run from its log alone, with every guarantee checked."""
 
+from forgemq_audit.guarantees import Ledger
 from forgemq_audit.run_reader import RunReader
 from forgemq_audit.unaudited import unaudited
 from forgemq_bus.kept_records import messages_of, read_all
 from forgemq_bus.log import Log, Place
 from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun
 from forgemq_contracts.topics import ENDED_RUNS, STARTED_RUNS
-from forgemq_run_view.report import Report, report
+from forgemq_run_view.report import Report, TrainedTrees, report
 
 
 async def audit_run(
@@ -35,7 +36,7 @@ async def audit_run(
     verdicts = reader.ledger.verdicts(is_ended=reason == "completed")
     made = report(
         reader.view.state(now_ms=now_ms),
-        trees=reader.ledger.trained_trees(),
+        trees=_trained(reader.ledger),
         verdicts=verdicts,
         duration_s=await up_s(log, started.configuration, now_ms=now_ms),
         reason=reason,
@@ -60,10 +61,18 @@ async def report_from_audits(
     verdicts = reader.ledger.verdicts(is_ended=reason == "completed", is_audit_behind=True)
     return report(
         reader.view.state(now_ms=now_ms),
-        trees=reader.ledger.trained_trees(),
+        trees=_trained(reader.ledger),
         verdicts=verdicts,
         duration_s=await up_s(log, started.configuration, now_ms=now_ms),
         reason=reason,
+    )
+
+
+def _trained(ledger: Ledger) -> TrainedTrees:
+    trees = ledger.trained_trees()
+    return TrainedTrees(
+        samples=sum(tree.samples for tree in trees),
+        request_pairs=sum(tree.facts.request_pairs for tree in trees),
     )
 
 

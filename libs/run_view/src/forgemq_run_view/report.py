@@ -5,7 +5,6 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
-from forgemq_contracts.audit import TreeFacts
 from forgemq_run_view.state import (
     AcceptancePoint,
     EffectiveYield,
@@ -91,10 +90,22 @@ class Report(Struct, frozen=True, kw_only=True):
     duration_s: float
 
 
+class TrainedTrees(Struct, frozen=True):
+    """Sums over trees.
+
+    Attributes:
+        samples: Completions in them.
+        request_pairs: Attention pairs if each request were one training sample.
+    """
+
+    samples: int = 0
+    request_pairs: int = 0
+
+
 def report(
     state: RunState,
     *,
-    trees: Sequence[TreeFacts],
+    trees: TrainedTrees,
     verdicts: Sequence[GuaranteeVerdict],
     duration_s: float,
     reason: str,
@@ -103,7 +114,7 @@ def report(
 
     Args:
         state: At the end of the run.
-        trees: What the audit found in the trees that the final weights were trained on.
+        trees: What the final weights were trained on, as far as an audit compared it.
         verdicts: One for each guarantee.
         duration_s: Time the run was up, over all its starts.
         reason: completed, interrupted or failed.
@@ -123,7 +134,7 @@ def report(
         reward_parts_start_greedy=start_greedy,
         reward_parts_end_greedy=end_greedy,
         steps=state.steps_trained,
-        samples=sum(len(facts.completion_ids) for facts in trees),
+        samples=trees.samples,
         episodes=state.episodes_finished,
         episode_ends={each.end: each.episodes for each in state.episode_ends},
         forks=state.forks,
@@ -172,10 +183,9 @@ def _gap_mean(state: RunState) -> float | None:
     return sum(mean * count for mean, count in measured) / entries if entries else None
 
 
-def _attention_ratio(state: RunState, trees: Sequence[TreeFacts]) -> float | None:
+def _attention_ratio(state: RunState, trees: TrainedTrees) -> float | None:
     pairs = sum(point.attention_pairs for point in state.points)
-    alone = sum(facts.request_pairs for facts in trees)
-    return alone / pairs if alone and pairs else None
+    return trees.request_pairs / pairs if trees.request_pairs and pairs else None
 
 
 def _outer(state: RunState, *, is_greedy: bool) -> tuple[Tally | None, Tally | None]:
