@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from forgemq_bus.memory import MemoryLog
@@ -38,20 +39,19 @@ class PairServers(NamedTuple):
     decode: EngineServer
 
 
-@pytest.fixture(scope="module")
-def servers(engine_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PairServers]:
+@contextmanager
+def started_pair(
+    options: EngineOptions, *, folders: Sequence[Path], model: Path
+) -> Iterator[PairServers]:
+    """A prefill and a decode engine with these options, each with its logs in a folder."""
+    roles = (
+        msgspec.structs.replace(options, role="prefill", bootstrap_port=free_port()),
+        msgspec.structs.replace(options, role="decode"),
+    )
     pair = PairServers(
         *(
-            EngineServer(
-                str(engine_model),
-                tmp_path_factory.mktemp(options.role),
-                port=free_port(),
-                options=options,
-            )
-            for options in (
-                EngineOptions(role="prefill", bootstrap_port=free_port()),
-                EngineOptions(role="decode"),
-            )
+            EngineServer(str(model), folder, port=free_port(), options=role)
+            for folder, role in zip(folders, roles, strict=True)
         )
     )
     try:
@@ -63,6 +63,13 @@ def servers(engine_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     finally:
         for server in pair:
             server.stop()
+
+
+@pytest.fixture(scope="module")
+def servers(engine_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PairServers]:
+    folders = [tmp_path_factory.mktemp(role) for role in PairServers._fields]
+    with started_pair(EngineOptions(), folders=folders, model=engine_model) as pair:
+        yield pair
 
 
 @pytest.fixture

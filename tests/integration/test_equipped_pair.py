@@ -13,8 +13,7 @@ from forgemq_contracts.speculation import Speculation
 from forgemq_sglang_cpu.options import EngineOptions
 from forgemq_sglang_cpu.pair import missing_on_cpu
 from forgemq_sglang_cpu.pool import EnginePool
-from forgemq_sglang_cpu.server import EngineServer
-from tests.engine_fixture import ENGINE_MODEL, START_TIMEOUT_S, engine_post
+from tests.engine_fixture import ENGINE_MODEL, engine_post
 from tests.integration.draft_heads import acceptance, fitted_head
 from tests.integration.fleet_run import FleetRun
 from tests.integration.test_engine_pair import (
@@ -24,10 +23,10 @@ from tests.integration.test_engine_pair import (
     PairServers,
     by_number,
     computed,
+    started_pair,
 )
 from tests.integration.test_weights_engine import logprobs, perturbed, publisher
 from tests.lane_scene import LaneScene, create_topics
-from tests.ports import free_port
 
 pytestmark = [
     pytest.mark.integration,
@@ -57,30 +56,10 @@ def pair(head: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PairS
     pool = EnginePool(
         storage="file", folder=folder, page_tokens=PAGE_TOKENS, prefetch="wait_complete"
     )
-    options = (
-        EngineOptions(role="prefill", bootstrap_port=free_port(), head=str(head), pool=pool),
-        EngineOptions(role="decode", head=str(head), pool=pool),
-    )
-    servers = PairServers(
-        *(
-            EngineServer(
-                str(ENGINE_MODEL),
-                tmp_path_factory.mktemp(each.role),
-                port=free_port(),
-                options=each,
-            )
-            for each in options
-        )
-    )
-    try:
-        for server in servers:
-            server.start()
-        for server in servers:
-            server.wait_healthy(timeout_s=START_TIMEOUT_S)
-        yield servers
-    finally:
-        for server in servers:
-            server.stop()
+    folders = [tmp_path_factory.mktemp(role) for role in PairServers._fields]
+    options = EngineOptions(head=str(head), pool=pool)
+    with started_pair(options, folders=folders, model=ENGINE_MODEL) as started:
+        yield started
 
 
 async def greedy(scene: LaneScene, number: int, *, count: int) -> FinishedCompletion:

@@ -27,6 +27,7 @@ from forgemq_agents.settings import ImportSettings
 from forgemq_agents.trained_conversations import TrainedConversations
 from forgemq_settings.environment import SettingsError, parse
 from forgemq_telemetry.causes import causes
+from forgemq_telemetry.regular_calls import called_every
 from forgemq_telemetry.telemetry import Telemetry
 
 EXIT_OK = 0
@@ -122,19 +123,8 @@ def tell_done(
     made: ConversationImport, *, count: int, every_s: float = TOLD_EVERY_S
 ) -> Iterator[None]:
     """Print every so often, while the block runs, how many conversations are done."""
-    loop = asyncio.get_running_loop()
-    timer: asyncio.TimerHandle
-
-    def tell() -> None:
-        nonlocal timer
-        _print(f"{made.done} of {count} are done")
-        timer = loop.call_later(every_s, tell)
-
-    timer = loop.call_later(every_s, tell)
-    try:
+    with called_every(every_s, lambda: _print(f"{made.done} of {count} are done")):
         yield
-    finally:
-        timer.cancel()
 
 
 def _print(line: str) -> None:

@@ -1,6 +1,6 @@
 """Says how far a command has read the log of a run: that of a long run takes minutes."""
 
-import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -8,6 +8,7 @@ from forgemq_bus.kafka import KafkaLog
 from forgemq_bus.partitions import partitions_of
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.topics import OF_RUN
+from forgemq_telemetry.regular_calls import called_every
 
 TOLD_EVERY_S = 10.0
 
@@ -35,20 +36,13 @@ async def told_reading(
     # Some offsets are marks of transactions, and no command reads all topics.
     kept = sum(ends[place] - first[place] for place in places)
     again = f", most of which are read {times} times" if times > 1 else ""
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
-    timer: asyncio.TimerHandle
+    began_s = time.monotonic()
 
     def tell() -> None:
-        nonlocal timer
         say(
             f"run {configuration.run}: {log.records_read:,} records read in "
-            f"{loop.time() - began_s:.0f} s; its log has about {kept:,}{again}"
+            f"{time.monotonic() - began_s:.0f} s; its log has about {kept:,}{again}"
         )
-        timer = loop.call_later(every_s, tell)
 
-    timer = loop.call_later(every_s, tell)
-    try:
+    with called_every(every_s, tell):
         yield
-    finally:
-        timer.cancel()
