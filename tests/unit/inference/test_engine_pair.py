@@ -39,11 +39,14 @@ class Half:
     model_path: str = "/model"
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    processes: int = 1
+    infos: int = 0
 
     async def answer(self, request: web.Request) -> web.Response:
         path = request.path
         if path == "/server_info":
-            info = {"max_total_num_tokens": 100, "max_req_input_len": 90, "tp_size": 1}
+            self.infos += 1
+            info = {"max_total_num_tokens": 100, "max_req_input_len": 90, "tp_size": self.processes}
             role = {"disaggregation_mode": self.role, "disaggregation_bootstrap_port": 8998}
             return web.json_response(info | role)
         if path == "/model_info":
@@ -56,6 +59,8 @@ class Half:
             return web.Response(status=400)
         if path == "/generate":
             return await self._generated(await request.json())
+        if path == "/update_weights_from_tensor":
+            self.bodies.append(await request.json())
         return web.json_response({"success": True})
 
     async def _generated(self, body: dict[str, Any]) -> web.Response:
@@ -231,12 +236,17 @@ async def test_a_pair_of_two_folders_says_of_no_folder_that_it_has_read_it() -> 
         assert await given.pair.model_info() == ModelInfo("0.0")
 
 
-async def test_a_draft_head_is_loaded_by_both() -> None:
+async def test_a_draft_head_is_loaded_by_every_process_of_both_which_are_asked_for_once() -> None:
     async with scene() as given:
-        place = BucketPlace(selector="draft", final_name="1.1")
-        await given.pair.load_tensors(b"tensors", place=place, timeout_s=5)
-    path = "/update_weights_from_tensor"
-    assert sorted(given.calls) == [f"decode {path}", f"prefill {path}"]
+        given.prefill.processes, given.decode.processes = 2, 4
+        given.prefill.infos = given.decode.infos = 0
+        load = await given.pair.tensor_load(timeout_s=5)
+        for final_name in (None, None, "1.1"):
+            await load(b"tensors", BucketPlace(selector="draft", final_name=final_name))
+    for half in (given.prefill, given.decode):
+        copies = [len(body["serialized_named_tensors"]) for body in half.bodies]
+        names = [body.get("weight_version") for body in half.bodies]
+        assert (half.infos, copies, names) == (1, [half.processes] * 3, [None, None, "1.1"])
 
 
 @pytest.mark.parametrize(

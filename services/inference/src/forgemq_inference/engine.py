@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
@@ -97,6 +97,10 @@ class BucketPlace(msgspec.Struct, frozen=True, kw_only=True):
         """As SGLang names them."""
         named = {} if self.final_name is None else {"weight_version": self.final_name}
         return {"selector": self.selector, "flush_cache": self.flushes, **named}
+
+
+TensorLoad: TypeAlias = Callable[[bytes, BucketPlace], Awaitable[None]]
+"""Loads the tensors of a bucket that the request itself holds; see `tensor_pickle.py`."""
 
 
 class _Checked(msgspec.Struct, frozen=True):
@@ -261,7 +265,7 @@ class Engine:
         bucket: Sequence[TensorSpec],
         *,
         group_name: str,
-        place: "BucketPlace",
+        place: BucketPlace,
         timeout_s: float,
     ) -> None:
         """Receive one flat broadcast from rank 0 and load the tensors in it.
@@ -281,13 +285,17 @@ class Engine:
         }
         await self._succeed("/update_weights_from_distributed", body, timeout_s=timeout_s)
 
-    async def load_tensors(self, payload: bytes, *, place: "BucketPlace", timeout_s: float) -> None:
-        """Load tensors that the request itself holds; see `tensor_pickle.py`."""
+    async def tensor_load(self, *, timeout_s: float) -> TensorLoad:
+        """What loads the buckets of one update, each within `timeout_s`."""
         # Each process of the engine takes a copy of its own.
         ranks = (await self.server_info()).tp_size
-        text = base64.b64encode(payload).decode()
-        body = place.fields() | {"serialized_named_tensors": [text] * ranks}
-        await self._succeed("/update_weights_from_tensor", body, timeout_s=timeout_s)
+
+        async def load(payload: bytes, place: BucketPlace) -> None:
+            text = base64.b64encode(payload).decode()
+            body = place.fields() | {"serialized_named_tensors": [text] * ranks}
+            await self._succeed("/update_weights_from_tensor", body, timeout_s=timeout_s)
+
+        return load
 
     async def load_folder(self, folder: str, *, name: str, timeout_s: float) -> None:
         """Load weights from a folder that the engine can read, and flush the cache."""

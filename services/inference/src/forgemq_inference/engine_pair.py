@@ -35,6 +35,7 @@ from forgemq_inference.engine import (
     Listener,
     Selector,
     ServerInfo,
+    TensorLoad,
 )
 
 Value = TypeVar("Value")
@@ -269,11 +270,14 @@ class EnginePair:
             )
         )
 
-    async def load_tensors(self, payload: bytes, *, place: BucketPlace, timeout_s: float) -> None:
-        """Load tensors that the request itself holds on both; as `Engine.load_tensors`."""
-        await self._both(
-            lambda engine: engine.load_tensors(payload, place=place, timeout_s=timeout_s)
-        )
+    async def tensor_load(self, *, timeout_s: float) -> TensorLoad:
+        """What loads the buckets of one update on both; as `Engine.tensor_load`."""
+        prefill, decode = await self._both(lambda engine: engine.tensor_load(timeout_s=timeout_s))
+
+        async def load(payload: bytes, place: BucketPlace) -> None:
+            await _settled(prefill(payload, place), decode(payload, place))
+
+        return load
 
     async def load_folder(self, folder: str, *, name: str, timeout_s: float) -> None:
         """Load weights on both from a folder that both can read, and flush their caches."""

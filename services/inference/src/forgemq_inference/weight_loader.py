@@ -330,13 +330,14 @@ class WeightLoader:
 
     async def _load_head(self, head: PublishedHead, folder: FilePath, *, name: str) -> None:
         timeout_s, payloads = self._durable_timeout_s, head_payloads(folder)
+        load = await self._engine.tensor_load(timeout_s=timeout_s)
         await self._engine.begin_update("draft", timeout_s=timeout_s)
         self._state.note_head(None)
         payload = await asyncio.to_thread(next, payloads, None)
         while payload is not None:
             following = await asyncio.to_thread(next, payloads, None)
             place = BucketPlace(selector="draft", final_name=None if following else name)
-            await self._engine.load_tensors(payload, place=place, timeout_s=timeout_s)
+            await load(payload, place)
             payload = following
         await self._engine.end_update(timeout_s=timeout_s)
         self._state.note_head(head.sha256)
