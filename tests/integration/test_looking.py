@@ -30,7 +30,10 @@ from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.commands.ending import wait_until_left
 from forgemq_launcher.records.run_topics import create_topics, write_end, write_start
 from forgemq_launcher.run_folder import RunFolder
+from forgemq_run_view.report import Report
 from forgemq_run_view.shown_groups import UNTRAINED_SHOWN_MAX
+from forgemq_run_view.state import GroupRow
+from forgemq_run_view.trajectory import Trajectory
 from forgemq_shell.records import emit_of
 from tests.unit.run_view.imported import imports
 from tests.unit.run_view.synthetic import SyntheticRun, started
@@ -121,6 +124,28 @@ def test_a_sound_run_is_audited_listed_and_inspected_from_its_log(put, tool, run
     assert "3/3" in printed
 
 
+def test_audit_groups_and_turns_are_printed_as_json_and_nothing_else(put, tool, run_id):
+    put()
+    status, printed = tool("audit", run_id, "--json")
+    audited = msgspec.json.decode(printed, type=Report)
+    assert (status, printed.count("\n"), audited.run, audited.reason) == (0, 1, run_id, "completed")
+    assert audited.guarantees == dict.fromkeys(("G1", "G2", "G3", "G4", "G5"), True)
+    assert (audited.steps, audited.samples, audited.groups_retired) == (3, 24, {"trained": 6})
+
+    status, printed = tool("inspect", run_id, "--json")
+    rows = [msgspec.json.decode(line, type=GroupRow) for line in printed.splitlines()]
+    assert (status, [row.group_id for row in rows]) == (0, [f"g-{index}" for index in range(6)])
+    assert (rows[2].position, rows[2].step, rows[2].completions) == ("trained", 1, 4)
+
+    status, printed = tool("inspect", run_id, "g-2", "--json")
+    episodes = [msgspec.json.decode(line, type=Trajectory) for line in printed.splitlines()]
+    assert (status, [each.episode_id for each in episodes]) == (0, ["g-2.0.0", "g-2.1.0"])
+    assert [len(each.turns) for each in episodes] == [2, 2]
+    first = episodes[0].turns[0]
+    assert (first.output, first.logprobs) == ((20, 30, 2), (-0.25, -0.5, -0.125))
+    assert tool("inspect", run_id, "g-2.1.0", "--json") == (0, printed.splitlines()[1] + "\n")
+
+
 def test_a_group_that_is_older_than_those_that_a_list_shows_is_inspected(put, tool, run_id):
     partitions = started().configuration.log.group_partitions
     oldest, by_queue = "i-0", (REQUESTED_GROUPS.name, ADMITTED_GROUPS.name)
@@ -134,7 +159,7 @@ def test_a_group_that_is_older_than_those_that_a_list_shows_is_inspected(put, to
     put(*map(emit, imports(UNTRAINED_SHOWN_MAX + 1, outcomes=0)))
     status, printed = tool("inspect", run_id, oldest)
     assert (status, "user (imported)\n2 + 2?\n" in printed) == (0, True)
-    said = f"there is no turn of '{oldest}.7'; its group has turns of {oldest}.0.0\n"
+    said = f"forgemq: there is no turn of '{oldest}.7'; its group has turns of {oldest}.0.0\n"
     assert tool("inspect", run_id, f"{oldest}.7") == (1, said)
 
 

@@ -193,17 +193,27 @@ def _number(text: str, *, upto: float) -> float:
 
 def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the commands about runs that exist."""
-    commands.add_parser("runs", help="list the runs")
+    runs = commands.add_parser("runs", help="list the runs")
+    runs.add_argument("--json", action="store_true", help="print each as a line of JSON, no table")
     _add_watching(commands)
     audit = commands.add_parser("audit", help="check the guarantees of a run on its log")
     audit.add_argument("run", metavar="RUN", help=RUN)
+    audit.add_argument(
+        "--json", action="store_true", help="print all that report.json has, as one line of JSON"
+    )
     inspect = commands.add_parser("inspect", help="print groups, or every turn of one")
     inspect.add_argument("run", metavar="RUN", help=RUN)
     inspect.add_argument("what", nargs="?", metavar="GROUP|EPISODE", help="default: list groups")
-    inspect.add_argument(
+    forms = inspect.add_mutually_exclusive_group()
+    forms.add_argument(
         "--requests",
         action="store_true",
         help="of a group or an episode: print each request whole, as JSON lines",
+    )
+    forms.add_argument(
+        "--json",
+        action="store_true",
+        help="print each group, or each episode with its turns and token ids, as a line of JSON",
     )
     replay = commands.add_parser(
         "replay",

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
 from forgemq_bus.broker import BrokerError
@@ -21,7 +20,6 @@ from forgemq_launcher.arguments import options_of
 from forgemq_launcher.asked_run import (
     check_paths,
     configured,
-    document_in,
     folder_named,
     folder_of_run,
     names_run,
@@ -31,12 +29,16 @@ from forgemq_launcher.asked_run import (
 from forgemq_launcher.core.configuration import (
     ConfigurationError,
     name_of,
-    names_budget,
     next_run,
 )
-from forgemq_launcher.display.lines import say
+from forgemq_launcher.display.lines import say, terminal
 from forgemq_launcher.placement import DEVICE, device_of
-from forgemq_launcher.run_folder import RunFolderError, names_taken, run_folders
+from forgemq_launcher.run_folder import (
+    NotOnLogError,
+    RunFolderError,
+    names_taken,
+    run_folders,
+)
 from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.settings import LauncherSettings
 from forgemq_launcher.upkeep.services import TRANSFORMS
@@ -56,7 +58,7 @@ def main() -> None:
     # The tool is an entry point like a service's __main__: it reads the environment once.
     environ = dict(os.environ)  # noqa: TID251
     try:
-        console, refusals = Console(), Console(stderr=True)
+        console, refusals = terminal(), terminal(is_stderr=True)
         status = run_tool(sys.argv[1:], environ=environ, console=console, refusals=refusals)
     except KeyboardInterrupt:  # Of a command that has nothing to put in order.
         sys.exit(exit_status.INTERRUPTED)
@@ -100,6 +102,9 @@ def run_tool(
         say(said, f"forgemq: blobs: {error}")
         say(said, "FORGEMQ_BLOBS names where this machine reaches the run's blobs")
         return exit_status.REFUSED
+    except NotOnLogError as error:
+        say(said, f"forgemq: {error}")
+        return exit_status.FAILED
     except (LogError, BrokerError, RunNotStartedError) as error:
         say(said, f"forgemq: broker: {error}")
         return exit_status.FAILED
@@ -123,9 +128,12 @@ def _command(
         case "create":
             return _create(options, environ=environ, console=console)
         case "resolve" | "plan" | "new-head" | "merge":
-            return _without_run(options, environ=environ, console=console)
+            from forgemq_launcher.commands.without_run import without_run
+
+            return without_run(options, environ=environ, console=console)
         case "runs":
-            return asyncio.run(list_runs(run_folders(runs), environ, console))
+            found, lines = run_folders(runs), options.json
+            return asyncio.run(list_runs(found, environ, console, as_lines=lines))
         case "replay":
             return _replay(options, environ=environ, console=console, runs=runs)
         case "delete":
@@ -138,49 +146,6 @@ def _command(
             return _look(options, environ=environ, console=console, runs=runs)
 
 
-def _without_run(
-    options: argparse.Namespace, *, environ: Mapping[str, str], console: Console
-) -> int:
-    """Run a command that makes no run and looks at none."""
-    match options.command:
-        case "resolve":
-            return _resolve(options, environ=environ)
-        case "plan":
-            return _plan(options, environ=environ, console=console)
-        case "merge":
-            return _merge(options, console=console)
-        case _:
-            return _new_head(options, console=console)
-
-
-def _plan(options: argparse.Namespace, *, environ: Mapping[str, str], console: Console) -> int:
-    """Plan a run; its model, tasks and code may lie on other machines and are not looked at."""
-    from forgemq_launcher.commands.planning import plan_run
-
-    values = document_in(options.file, options.overrides)
-    run = name_of(values, default="planned")
-    made = configured(values, source=str(options.file), run=run)
-    return plan_run(
-        options, made, is_budget_named=names_budget(values), environ=environ, console=console
-    )
-
-
-def _new_head(options: argparse.Namespace, *, console: Console) -> int:
-    from forgemq_launcher.commands.new_head import write_new_head
-
-    count = write_new_head(options.model, options.folder, seed=options.seed)
-    say(console, f"a head of {count} numbers in {options.folder}")
-    return exit_status.OK
-
-
-def _merge(options: argparse.Namespace, *, console: Console) -> int:
-    from forgemq_launcher.commands.merging import merge_adapter
-
-    merged = merge_adapter(options.adapter, options.folder)
-    say(console, f"{merged} in {options.folder}")
-    return exit_status.OK
-
-
 def _look(
     options: argparse.Namespace, *, environ: Mapping[str, str], console: Console, runs: Path
 ) -> int:
@@ -190,12 +155,18 @@ def _look(
     folder = folder_named(options.run, runs=runs)
     match options.command:
         case "audit":
-            return asyncio.run(inspection.audit(folder, environ, console))
+            whole = options.json
+            return asyncio.run(inspection.audit(folder, environ, console, as_document=whole))
         case "inspect":
-            what, lines = options.what, options.requests
-            return asyncio.run(
-                inspection.inspect(folder, environ, console, what=what, as_requests=lines)
+            inspecting = inspection.inspect(
+                folder,
+                environ,
+                console,
+                what=options.what,
+                as_requests=options.requests,
+                as_lines=options.json,
             )
+            return asyncio.run(inspecting)
         case "report":
             return asyncio.run(inspection.report(folder, environ, console, to=options.to))
         case "watch":
@@ -389,11 +360,4 @@ def _create(options: argparse.Namespace, *, environ: Mapping[str, str], console:
         made = asyncio.run(creation.take_number(made, environ))
     started = asyncio.run(creation.create_run(made, environ, blobs=blobs, say=told))
     say(console, creation.next_commands(started, kafka=environ["FORGEMQ_KAFKA"]))
-    return exit_status.OK
-
-
-def _resolve(options: argparse.Namespace, *, environ: Mapping[str, str]) -> int:
-    """Write the configuration; its folders may lie on other machines and are not looked at."""
-    made = resolved(options, taken=[], run=environ.get("FORGEMQ_RUN", ""))
-    options.to.write_bytes(msgspec.json.encode(made) + b"\n")
     return exit_status.OK

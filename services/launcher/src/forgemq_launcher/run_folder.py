@@ -26,6 +26,10 @@ class RunFolderError(Exception):
     """The folder cannot be used; the text says why and what to do."""
 
 
+class NotOnLogError(Exception):
+    """The run's log has nothing of what was asked for; the text says what, and why if known."""
+
+
 class RunFolder:
     """`runs/<run>/` and the names in it.
 

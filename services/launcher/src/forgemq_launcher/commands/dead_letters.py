@@ -15,7 +15,7 @@ from forgemq_bus.payloads import BLOB_HEADERS, reference_of
 from forgemq_contracts.topics import OF_RUN, Topic
 from forgemq_launcher import exit_status
 from forgemq_launcher.commands.run_on_broker import run_to_read
-from forgemq_launcher.display.lines import say, show
+from forgemq_launcher.display.lines import say, say_json, show
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_shell.dead_letters import letter_of
 
@@ -83,7 +83,7 @@ async def print_letter_lines(log: Log, console: Console) -> int:
                     "blob": reference.uri if reference else "",
                     "value": record.value,
                 }
-                say(console, msgspec.json.encode(whole).decode())
+                say_json(console, whole)
     return total
 
 

@@ -19,12 +19,13 @@ from forgemq_launcher.core.configuration import ConfigurationError
 from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.cuts import cut_lines
 from forgemq_launcher.display.fork_table import fork_table
-from forgemq_launcher.display.lines import left_out, say, show
+from forgemq_launcher.display.lines import left_out, say, say_json, show, terminal
 from forgemq_launcher.display.report_files import closing, write_report
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.records.run_end import end_of
 from forgemq_launcher.records.shown_records import is_requested, shown_records
-from forgemq_launcher.run_folder import RunFolder
+from forgemq_launcher.run_folder import NotOnLogError, RunFolder
+from forgemq_run_view import shown_groups
 from forgemq_run_view.report import Report
 from forgemq_run_view.rewards import EpisodeReward, TurnReward
 from forgemq_run_view.state import GroupRow, RunState
@@ -34,12 +35,22 @@ READ_BY_AUDIT = 3
 """How often an audit reads records of groups: for the state, to find them, and to compare them."""
 GROUPS_SHOWN_MAX = 2000
 """The newest ones: several hundred steps of the demo, and still a second of output."""
+GROUP_LINES_MAX = shown_groups.GROUPS_SHOWN_MAX + shown_groups.UNTRAINED_SHOWN_MAX
+"""All that a view of the run counts the turns of."""
 
 
-async def audit(folder: RunFolder, environ: Mapping[str, str], console: Console) -> int:
-    """Check the guarantees of a run on its log; the status is 1 if one does not hold."""
+async def audit(
+    folder: RunFolder, environ: Mapping[str, str], console: Console, *, as_document: bool = False
+) -> int:
+    """Check the guarantees of a run on its log; the status is 1 if one does not hold.
+
+    `as_document` prints the report as one line of JSON instead of a table.
+    """
     result, _ = await _audited(folder, environ)
-    show(console, closing(result))
+    if as_document:
+        say_json(console, result)
+    else:
+        show(console, closing(result))
     return exit_status.OK if all(result.guarantees.values()) else exit_status.FAILED
 
 
@@ -84,27 +95,30 @@ async def inspect(
     *,
     what: str | None,
     as_requests: bool = False,
+    as_lines: bool = False,
 ) -> int:
     """Print the groups of a run, or every turn of a group or an episode with its tokens.
 
-    `as_requests` prints its requests instead, whole, one as JSON in each line.
+    `as_requests` prints its requests instead, whole, one as JSON in each line; `as_lines` prints
+    each group of the run, or each episode with its turns, as a line of JSON.
 
     Raises:
         ConfigurationError: requests are asked for and no group is named.
+        NotOnLogError: there is no turn of the group or episode.
     """
     if as_requests and what is None:
         raise ConfigurationError("--requests: name a GROUP or an EPISODE behind RUN")
     async with run_to_read(folder, environ) as (log, started):
         if what is None:
-            return await _list_groups(log, started, console)
+            return await _list_groups(log, started, console, as_lines=as_lines)
         group_id, made = what.split(".", maxsplit=1)[0], started.configuration
         messages = await shown_records(log, group_id, partitions=made.log.group_partitions)
         is_known = bool(messages) or await is_requested(log, group_id, configuration=made)
     kept = trajectories(messages)
     found = [each for each in kept if _is_of(each.episode_id, what=what)]
     if not found:
-        say(console, absence(what, is_known=is_known, kept=[each.episode_id for each in kept]))
-        return exit_status.FAILED
+        known = [each.episode_id for each in kept]
+        raise NotOnLogError(absence(what, is_known=is_known, kept=known))
     if as_requests:
         # Loads the rendering, which no other command needs.
         from forgemq_launcher.commands.request_lines import print_requests
@@ -112,15 +126,26 @@ async def inspect(
         path = made.model.path
         print_requests(messages, console, model_path=path, is_meant=partial(_is_of, what=what))
         return exit_status.OK
+    if as_lines:
+        for trajectory in found:
+            say_json(console, trajectory)
+        return exit_status.OK
     tokenizer = _tokenizer(Path(made.model.path))
     for trajectory in found:
         print_trajectory(trajectory, tokenizer, console)
     return exit_status.OK
 
 
-async def _list_groups(log: Log, started: StartedRun, console: Console) -> int:
-    follower = Follower(log, started, without_blobs=lambda error: say(console, left_out(error)))
+async def _list_groups(
+    log: Log, started: StartedRun, console: Console, *, as_lines: bool = False
+) -> int:
+    # Of what is printed as lines of JSON nothing else may be there.
+    said = terminal(is_stderr=True) if as_lines else console
+    follower = Follower(log, started, without_blobs=lambda error: say(said, left_out(error)))
     await follower.catch_up()
+    if as_lines:
+        print_group_lines(follower, console, said=said)
+        return exit_status.OK
     print_groups(follower, console)
     print_forks(follower.view.state(now_ms=started.started_ms), console)
     return exit_status.OK
@@ -172,6 +197,24 @@ def print_groups(follower: Follower, console: Console) -> None:
             "-" if row.success is None else f"{row.success:.2f}",
         )
     show(console, shown)
+    _say_older(follower, rows, console)
+
+
+def print_group_lines(follower: Follower, console: Console, *, said: Console) -> None:
+    """Print the newest groups, oldest first, each as a line of JSON.
+
+    Args:
+        follower: Has caught up.
+        console: Gets the lines.
+        said: Gets the line that says how many older ones there are.
+    """
+    rows = follower.view.rows(rows_max=GROUP_LINES_MAX)
+    for row in reversed(rows):
+        say_json(console, row)
+    _say_older(follower, rows, said)
+
+
+def _say_older(follower: Follower, rows: Sequence[GroupRow], console: Console) -> None:
     waiting = sum(row.position == "waiting" for row in rows)
     known = follower.state().groups_admitted + waiting
     if known > len(rows):

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 from rich.console import Console
 
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.messages import Message
-from forgemq_launcher.display.lines import say
+from forgemq_launcher.display.lines import say_json
 from forgemq_launcher.records.sent_replies import sent_reply
 from forgemq_rendering import Rendering
 from forgemq_run_view.sent_requests import Tool, sent_requests
@@ -32,5 +31,4 @@ def print_requests(
 
     for request in sent_requests(chosen(messages), read_reply=read_reply):
         if is_meant(request.episode_id):
-            line = msgspec.json.encode(request).decode()
-            say(console, line)
+            say_json(console, request)

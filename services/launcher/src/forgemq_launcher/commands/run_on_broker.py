@@ -5,13 +5,12 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import msgspec
-from rich.console import Console
 
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.log import Log
 from forgemq_contracts.run import StartedRun
-from forgemq_launcher.display.lines import say
+from forgemq_launcher.display.lines import say, terminal
 from forgemq_launcher.records.known_runs import absence_of
 from forgemq_launcher.records.run_log import open_run_log
 from forgemq_launcher.records.told_reading import told_reading
@@ -73,7 +72,7 @@ async def run_to_read(
 
     While that takes long, stderr says how far it is, and how many `times` most records are read.
     """
-    errors = Console(stderr=True)
+    errors = terminal(is_stderr=True)
     async with (
         run_on_broker(folder, environ) as (log, started),
         told_reading(log, started.configuration, say=partial(say, errors), times=times),
