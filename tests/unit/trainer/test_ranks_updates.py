@@ -1,6 +1,7 @@
 """Several ranks take the updates of one, also anchored at the step's beginning, in float64."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +22,13 @@ from forgemq_trainer.core.rounds import (
 from forgemq_trainer.core.step import EntryValues, Objective, merged
 from forgemq_trainer.core.traffic import Kept, passes_of
 from forgemq_trainer.core.tree import Floats, Forest, read_tree
+from forgemq_trainer.head_training import SharingRanks, load_head
 from forgemq_trainer.model import LoadedModel, prepare
+from forgemq_trainer.ranks.expert_groups import ExpertGroups
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.ranks.shard_mesh import ShardMesh
 from forgemq_trainer.ranks.sharded_updater import ShardedUpdater
-from forgemq_trainer.ranks.sharding import FsdpShards, shard, whole_state
+from forgemq_trainer.ranks.sharding import FsdpShards, shard, whole_ends, whole_state
 from forgemq_trainer.step_updates import StepUpdates, TakenUpdates, TrainedModel
 from tests.unit.trainer.rank_scene import (
     START_DEADLINE_S,
@@ -51,14 +54,24 @@ class RankModel:
     """One rank's shard of a tiny model in float64, as `StepUpdates` uses it."""
 
     def __init__(
-        self, ranks: Ranks, whole: LoadedModel, *, is_shared: bool, mesh: ShardMesh | None = None
+        self,
+        ranks: Ranks,
+        whole: LoadedModel,
+        configuration: RunConfiguration,
+        *,
+        is_shared: bool,
+        mesh: ShardMesh,
+        experts: ExpertGroups | None = None,
     ) -> None:
-        """Keep a shard of the model, which is the same on every rank; None shares it among all."""
+        """Keep a shard of the model, which is the same on every rank, and the run's draft head."""
         self._ranks, self._is_shared = ranks, is_shared
-        loaded = shard(whole, ranks=ranks, mesh=mesh, dtype=torch.float64)
+        loaded = shard(whole, ranks=ranks, mesh=mesh, dtype=torch.float64, experts=experts)
         self.idle_share = 0.0
-        self.head = None
-        self.module, self.policy, self._gathering = loaded.model, loaded.policy, loaded.gathering
+        self.module, self._gathering = loaded.model, loaded.gathering
+        gather_ends = partial(whole_ends, self.module, dtype=torch.float64)
+        sharing = SharingRanks(gather_ends=gather_ends, all_reduce=ranks.all_reduce)
+        self.head = load_head(loaded, configuration, None, sharing=sharing)
+        self.policy = loaded.policy if self.head is None else self.head.policy
         shards = FsdpShards(ranks, loaded.mesh, dtype=torch.float64)
         self.updater = ShardedUpdater(self.module, OPTIMIZER, shards=shards)
 
@@ -92,9 +105,15 @@ class RankModel:
         """Add this rank's gradients."""
         rounds = self._rounds(objective.forests)
         self.idle_share = idle_share(rounds, world_size=self._ranks.world_size)
+        drafting = None if self.head is None else self.head.drafting(objective.forests)
         with self._gathering.update(Kept.WEIGHTS, backwards=passes_of(rounds).backwards):
             own = forward_backward_rounds(
-                self.policy, objective, rounds, peers=self._ranks, head_chunk=CHUNK
+                self.policy,
+                objective,
+                rounds,
+                peers=self._ranks,
+                head_chunk=CHUNK,
+                drafting=drafting,
             )
         parts = self._ranks.gather_bytes(values_bytes(own))
         return merged([values_of(part) for part in parts]) if parts else own
@@ -121,7 +140,8 @@ def of_rank(
 ) -> tuple[TakenUpdates, dict[str, torch.Tensor]]:
     """What the ranks did, and whole weights after it, of this rank's replica."""
     whole = prepare(make_model("qwen3", torch.float64))
-    model = RankModel(ranks, whole, is_shared=is_shared, mesh=ranks.mesh(shards))
+    mesh = ranks.mesh(shards)
+    model = RankModel(ranks, whole, configuration, is_shared=is_shared, mesh=mesh)
     taken = begun(model, configuration).take(lr=OPTIMIZER.lr)
     state = whole_state(model.module, dtype=torch.float64, is_kept=True)
     return taken, {name: tensor.clone() for name, tensor in state.items()}
