@@ -11,7 +11,7 @@ from fsspec.core import split_protocol
 from rich.console import Console
 
 from forgemq_agents.app import read_configuration
-from forgemq_launcher.command_line import run_tool
+from forgemq_launcher.dispatch import run_tool
 from forgemq_settings.environment import parse
 from forgemq_sglang_cpu.options import EngineOptions, command_line, environment
 from forgemq_shell.service import ServiceSettings

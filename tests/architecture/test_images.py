@@ -121,7 +121,7 @@ LOOK_FROM_THE_IMAGE = """
 import sys
 from pathlib import Path
 from rich.console import Console
-from forgemq_launcher.command_line import run_tool
+from forgemq_launcher.dispatch import run_tool
 
 class Left:
     def find_spec(self, name, path=None, target=None):

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from forgemq_launcher.upkeep.cluster import Cluster, ClusterError, workload_of
+from forgemq_launcher.core.workloads import workload_of
+from forgemq_launcher.upkeep.cluster import Cluster, ClusterError
 from tests.architecture.rendered import OVERLAYS, rendered
 from tests.cluster.api_server import ApiServer, api_server
 from tests.cluster.programs import missing_for_server, server_command

@@ -21,7 +21,7 @@ from forgemq_contracts.compatibility import (
 )
 from forgemq_contracts.examples import full, minimal
 from forgemq_contracts.run import RunConfiguration, StartedRun
-from forgemq_launcher.command_line import run_tool
+from forgemq_launcher.dispatch import run_tool
 from tests.architecture.test_docs import DEFAULTS
 from tests.compatibility_page import missed_fields, new_settings, order
 from tests.contracts.frozen_snapshots import FOLDER as SNAPSHOTS

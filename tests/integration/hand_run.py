@@ -23,7 +23,7 @@ from forgemq_bus.names import in_run
 from forgemq_bus.partitions import partitions_of
 from forgemq_contracts import topics
 from forgemq_contracts.run import RunConfiguration
-from forgemq_launcher.command_line import run_tool
+from forgemq_launcher.dispatch import run_tool
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_launcher.upkeep.machine import listening_socket
 from forgemq_launcher.upkeep.services import Addresses, service_specs

@@ -18,7 +18,7 @@ from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.log import Place
 from forgemq_contracts.run import StartedRun
 from forgemq_contracts.topics import REPORTED_ENGINES, SCORED_GROUPS, Topic
-from forgemq_launcher.command_line import run_tool
+from forgemq_launcher.dispatch import run_tool
 from forgemq_shell.started_run import started_run
 from tests.ports import free_port
 

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from forgemq_bus.broker import LocalBroker
-from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.core.restarts import RestartPolicy
+from forgemq_launcher.dispatch import run_tool
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_launcher.upkeep.broker import RunBroker
 from tests.small_run import small_run

@@ -26,8 +26,8 @@ from forgemq_contracts.topics import (
     REQUESTED_GROUPS,
     RETIRED_GROUPS,
 )
-from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.commands.ending import wait_until_left
+from forgemq_launcher.dispatch import run_tool
 from forgemq_launcher.records.run_topics import create_topics, write_end, write_start
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_run_view.report import Report

@@ -22,7 +22,7 @@ from forgemq_contracts.mixture import mixture_of, staleness_bounds
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import ScheduledStep
 from forgemq_contracts.topic import Topic
-from forgemq_launcher.command_line import run_tool
+from forgemq_launcher.dispatch import run_tool
 from forgemq_launcher.run_folder import RunFolder
 from tests.integration.launched_run import LaunchedRun
 from tests.integration.stand_in import stand_in_engine

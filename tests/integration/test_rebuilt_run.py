@@ -14,7 +14,7 @@ from shop_desk.tasks import task
 from forgemq_agents.completion import Completion
 from forgemq_agents.errors import ContextFullError
 from forgemq_agents.tool_loop import run_tool_loop
-from forgemq_launcher.command_line import run_tool
+from forgemq_launcher.dispatch import run_tool
 from forgemq_rendering import Rendering, chat_message
 from forgemq_run_view.sent_requests import SentRequest
 from tests.integration.launched_run import DEMO, ROOT, LaunchedRun

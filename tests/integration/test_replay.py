@@ -22,7 +22,7 @@ from forgemq_bus.partitions import partitions_of
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
 from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, StartedRun, Trainer
-from forgemq_launcher.command_line import run_tool
+from forgemq_launcher.dispatch import run_tool
 from forgemq_launcher.records.run_topics import create_topics, write_start
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_shell.records import emit_of

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from forgemq_bus.kafka import KafkaConnection
 from forgemq_contracts.run import StartedRun
-from forgemq_launcher.command_line import run_tool
+from forgemq_launcher.dispatch import run_tool
 from forgemq_launcher.records.run_log import open_run_log
 from forgemq_launcher.records.run_topics import create_topics, write_start
 from forgemq_launcher.run_folder import RunFolder

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from forgemq_contracts.run import RunConfiguration
-from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.commands.creation import blobs_address
+from forgemq_launcher.dispatch import run_tool
 from forgemq_launcher.records.evaluation import DomainEvaluation
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
 from forgemq_run_view.pass_at_k import PassRate

@@ -17,8 +17,9 @@ from forgemq_contracts.rounds import end_round_groups
 from forgemq_contracts.run import Evaluation, StartedRun
 from forgemq_contracts.topics import ADMITTED_GROUPS, RETIRED_GROUPS
 from forgemq_launcher.commands.ending import new_end, played_or_asked, wait_until_played
+from forgemq_launcher.core.workloads import workload_of
 from forgemq_launcher.records.run_end import request_end
-from forgemq_launcher.upkeep.cluster import Cluster, ClusterError, own_cluster, workload_of
+from forgemq_launcher.upkeep.cluster import Cluster, ClusterError, own_cluster
 from forgemq_settings.environment import SettingsError
 from tests.unit.launcher.test_follower import log_of
 from tests.unit.run_view.synthetic import DOMAIN, SyntheticRun, started

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from forgemq_bus.memory import MemoryLog
-from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.commands.inspection import print_group_lines
 from forgemq_launcher.commands.run_list import ListedRun
+from forgemq_launcher.dispatch import run_tool
 from forgemq_launcher.display.lines import say, say_json, show, terminal
 from forgemq_launcher.records.evaluation import DomainEvaluation
 from forgemq_launcher.records.follower import Follower

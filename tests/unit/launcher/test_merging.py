@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from forgemq_launcher.command_line import run_tool
+from forgemq_launcher.dispatch import run_tool
 
 pytestmark = pytest.mark.slow  # A process that loads torch.
 

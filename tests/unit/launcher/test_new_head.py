@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from forgemq_contracts.draft_head import head_shape, head_tensors, is_head
 from forgemq_contracts.speculation import Speculation
-from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.commands.new_head import write_new_head
 from forgemq_launcher.core.configuration import ConfigurationError, configuration
+from forgemq_launcher.dispatch import run_tool
 from forgemq_launcher.model_folder import check_draft_folder
 
 MODEL = Path(__file__).parents[3] / "deploy" / "demo" / "model"

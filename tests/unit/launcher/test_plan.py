@@ -15,8 +15,8 @@ from forgemq_contracts.lane_engines import LaneEngines
 from forgemq_contracts.lora import Lora
 from forgemq_contracts.run import RunConfiguration, Trainer
 from forgemq_contracts.trainer_plan import AskedModel, PlannedModel, RefusedPlan
-from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.core.configuration import configuration, document
+from forgemq_launcher.dispatch import run_tool
 from forgemq_launcher.placement import adapter_parameters_of, parameters_of
 from forgemq_launcher.plan.engine_memory import (
     engine_memory,

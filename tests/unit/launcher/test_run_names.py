@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from forgemq_launcher.asked_run import new_folder
-from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.core.configuration import next_run
+from forgemq_launcher.dispatch import run_tool
 from forgemq_launcher.run_folder import RunFolder, RunFolderError, names_taken
 
 

@@ -14,9 +14,10 @@ import pytest
 from rich.console import Console
 
 from forgemq_launcher.arguments import options_of
-from forgemq_launcher.command_line import resume_command, run_tool
 from forgemq_launcher.commands.inspection import absence
 from forgemq_launcher.commands.service_process import print_service
+from forgemq_launcher.commands.starting import resume_command
+from forgemq_launcher.dispatch import run_tool
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_run_view.report import TrainedTrees, report
@@ -146,6 +147,65 @@ def test_ctrl_c_ends_a_command_that_waits_for_its_broker_without_a_traceback(tmp
             audit.send_signal(signal.SIGINT)
             printed, _ = audit.communicate(timeout=30)
     assert (audit.returncode, printed) == (130, "")
+
+
+CTRL_C_AT_IMPORT = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background ignores it.
+left = int(sys.argv.pop(1))
+class Imports:
+    def find_spec(self, *_):
+        global left
+        left -= 1
+        if not left:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Imports())
+from forgemq_launcher.command_line import main
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("imports", [10, 30, 100, 200])
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(tmp_path, imports):
+    done = subprocess.run(
+        [sys.executable, "-c", CTRL_C_AT_IMPORT, str(imports), "runs"],
+        env={**os.environ, "FORGEMQ_LAUNCHER_RUNS": str(tmp_path), "FORGEMQ_KAFKA": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+LOADED_BY = """
+import sys
+from forgemq_launcher.command_line import main
+try:
+    main()
+finally:
+    print(*sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "unneeded"),
+    [
+        ("--help", {"asyncio", "rich.console", "aiokafka", "forgemq_contracts.run"}),
+        ("runs", {"aiokafka", "fsspec", "tokenizers", "numpy"}),
+    ],
+)
+def test_help_and_the_list_of_runs_import_no_broker_client(tmp_path, command, unneeded):
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED_BY, command],
+        env={**os.environ, "FORGEMQ_LAUNCHER_RUNS": str(tmp_path), "FORGEMQ_KAFKA": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = set(done.stderr.split())
+    assert ("forgemq_launcher.arguments" in loaded, loaded & unneeded) == (True, set())
 
 
 @pytest.mark.parametrize(

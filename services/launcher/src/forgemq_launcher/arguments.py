@@ -1,16 +1,19 @@
 """What `forgemq` can be asked for, and its help."""
 
 import argparse
+import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
+from forgemq_launcher.core.workloads import Workload, workload_of
 from forgemq_launcher.plan.machines import BANDWIDTH_SHARE, UTILISATION
-from forgemq_launcher.upkeep.cluster import Workload, workload_of
-from forgemq_launcher.upkeep.services import TRANSFORMS
 
+PROGRAM = "forgemq"
+"""As the distribution installs it."""
 PACKAGE = "forgemq-launcher"
 """The distribution whose version the command tells."""
+TRANSFORMS = ("reward", "merger", "scheduler")
+"""Services with a journal, in the order in which a group passes them."""
 STOP_TIMEOUT_S = 600.0
 """In a cluster the pods' grace and the audit of a long log come before the end."""
 RUN = "its id, as `forgemq runs` lists it"
@@ -37,6 +40,15 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+class _TellVersion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        # Imported here: it takes as long as all the parsers, and no other command needs it.
+        from importlib.metadata import version
+
+        sys.stdout.write(f"forgemq {version(PACKAGE)}\n")
+        parser.exit()
+
+
 def _parser() -> tuple[
     argparse.ArgumentParser, "argparse._SubParsersAction[argparse.ArgumentParser]"
 ]:
@@ -47,7 +59,7 @@ def _parser() -> tuple[
         epilog="Settings: FORGEMQ_KAFKA names a broker, FORGEMQ_ENGINE_URL an engine for each "
         "lane, FORGEMQ_LAUNCHER_RUNS the folder of runs.",
     )
-    parser.add_argument("--version", action="version", version=f"forgemq {version(PACKAGE)}")
+    parser.add_argument("--version", action=_TellVersion, nargs=0, help="tell the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser(
         "run",

@@ -1,7 +1,6 @@
 """Which run the arguments of `forgemq` mean: a folder by its id, or a file with overrides."""
 
 import argparse
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,17 +21,8 @@ from forgemq_launcher.core.configuration import (
 from forgemq_launcher.model_folder import check_draft_folder, check_model_files, check_model_folder
 from forgemq_launcher.model_messages import check_messages
 from forgemq_launcher.placement import device_of, with_budget
-from forgemq_launcher.run_folder import RunFolder, RunFolderError, names_taken
+from forgemq_launcher.run_folder import RunFolder, RunFolderError, folder_named, names_taken
 from forgemq_launcher.user_code import check_user_code
-
-RUN_ID = r"[a-z0-9-]{1,40}"
-
-
-def folder_named(run: str, *, runs: Path) -> RunFolder:
-    """The folder of a run that the arguments name; a path is no run id."""
-    if not re.fullmatch(RUN_ID, run):
-        raise RunFolderError(f"run: an id has up to 40 of a-z, 0-9 and -, got {run!r}")
-    return RunFolder(runs / run)
 
 
 def folder_of_run(

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.whole_files import write_json, write_whole
 from forgemq_settings.environment import SettingsError
 from forgemq_settings.key_file import KeyFile
+
+RUN_ID = r"[a-z0-9-]{1,40}"
 
 _EVALUATION = "evaluation"
 """File whose presence says that `forgemq eval` made the folder."""
@@ -185,6 +188,13 @@ def first_key(path: Path) -> str:
         return KeyFile(str(path), variable=str(path)).read()[0]
     except SettingsError as error:
         raise RunFolderError(str(error)) from error
+
+
+def folder_named(run: str, *, runs: Path) -> RunFolder:
+    """The folder of a run that the arguments name; a path is no run id."""
+    if not re.fullmatch(RUN_ID, run):
+        raise RunFolderError(f"run: an id has up to 40 of a-z, 0-9 and -, got {run!r}")
+    return RunFolder(runs / run)
 
 
 def names_taken(runs: Path) -> tuple[str, ...]:

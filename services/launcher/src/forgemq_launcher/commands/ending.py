@@ -25,13 +25,14 @@ from forgemq_launcher import exit_status
 from forgemq_launcher.commands.inspection import leave_report
 from forgemq_launcher.commands.run_on_broker import run_on_broker
 from forgemq_launcher.core.outside_agents import TOLD_S
+from forgemq_launcher.core.workloads import Workload
 from forgemq_launcher.display.lines import say
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.records.run_end import end_of, end_requested
 from forgemq_launcher.records.run_results import result_values
 from forgemq_launcher.records.run_topics import last_trained_step, write_end
 from forgemq_launcher.run_folder import RunFolder
-from forgemq_launcher.upkeep.cluster import Cluster, ClusterError, Workload, own_cluster
+from forgemq_launcher.upkeep.cluster import Cluster, ClusterError, own_cluster
 from forgemq_launcher.upkeep.stop_signal import SIGNALS, asked_text
 from forgemq_run_view.state import RunState
 from forgemq_shell.clock import now_ms

@@ -1,6 +1,6 @@
 """`forgemq runs`: every run of this machine, and those that only its broker knows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,11 +12,9 @@ from rich.table import Column, Table
 from forgemq_launcher import exit_status
 from forgemq_launcher.display.lines import say, say_json, show
 from forgemq_launcher.records.evaluation import DomainEvaluation
-from forgemq_launcher.records.known_runs import runs_there, steps_there
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
 from forgemq_run_view.report import Report
 from forgemq_shell.announced_runs import AnnouncedRun
-from forgemq_shell.connection import kafka_connection
 from forgemq_telemetry.curves import read_curves
 
 UNREADABLE = "unreadable"
@@ -67,12 +65,7 @@ async def list_runs(
     """
     listed = [_run_of(folder) for folder in folders]
     if environ.get("FORGEMQ_KAFKA"):
-        here = {folder.run for folder in folders}
-        connection = kafka_connection(environ)
-        for each in await runs_there(connection):
-            if each.started.run not in here:
-                steps = await steps_there(connection, each.started.run)
-                listed.append(_announced(each, steps=steps))
+        listed += await _elsewhere(environ, here={folder.run for folder in folders})
     if as_lines:
         for run in listed:
             say_json(console, run)
@@ -80,6 +73,20 @@ async def list_runs(
         _print_table(listed, console)
     is_unreadable = any(run.state == UNREADABLE for run in listed)
     return exit_status.FAILED if is_unreadable else exit_status.OK
+
+
+async def _elsewhere(environ: Mapping[str, str], *, here: Collection[str]) -> list[ListedRun]:
+    """The runs that the broker has and this machine has no folder of."""
+    # Imported here: the list of this machine needs no broker client.
+    from forgemq_launcher.records.known_runs import runs_there, steps_there
+    from forgemq_shell.connection import kafka_connection
+
+    connection = kafka_connection(environ)
+    return [
+        _announced(each, steps=await steps_there(connection, each.started.run))
+        for each in await runs_there(connection)
+        if each.started.run not in here
+    ]
 
 
 def _print_table(listed: Sequence[ListedRun], console: Console) -> None:

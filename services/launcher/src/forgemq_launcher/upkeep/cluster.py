@@ -9,6 +9,7 @@ from urllib.request import Request, urlopen
 
 import msgspec
 
+from forgemq_launcher.core.workloads import GROUP_VERSIONS, SCALED_OBJECTS, Workload
 from forgemq_settings.environment import SettingsError
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -17,31 +18,10 @@ REQUEST_TIMEOUT_S = 30.0
 """An API server answers a patch within a second; one that restarts takes longer than this."""
 
 _PAUSED = "autoscaling.keda.sh/paused-replicas"
-_SCALED_OBJECTS = "scaledobjects"
-_GROUP_VERSIONS = {
-    "deployments": "apps/v1",
-    "statefulsets": "apps/v1",
-    _SCALED_OBJECTS: "keda.sh/v1alpha1",
-}
 
 
 class ClusterError(OSError):
     """The API server does not answer, or refuses a change; the text says which."""
-
-
-class Workload(NamedTuple):
-    """What keeps a number of pods alive, as `deployments/agents`."""
-
-    kind: str
-    name: str
-
-
-def workload_of(text: str) -> Workload:
-    """Parse `kind/name`; ValueError if pods of this kind cannot be given back."""
-    kind, _, name = text.partition("/")
-    if kind not in _GROUP_VERSIONS or not name:
-        raise ValueError(f"must be KIND/NAME with {', '.join(_GROUP_VERSIONS)}, got {text!r}")
-    return Workload(kind, name)
 
 
 class Cluster(NamedTuple):
@@ -60,7 +40,7 @@ class Cluster(NamedTuple):
         Raises:
             ClusterError: see there.
         """
-        if workload.kind == _SCALED_OBJECTS:
+        if workload.kind == SCALED_OBJECTS:
             self._patch(workload, {"metadata": {"annotations": {_PAUSED: "0"}}})
         else:
             self._patch(workload, {"spec": {"replicas": 0}}, subresource="/scale")
@@ -71,14 +51,14 @@ class Cluster(NamedTuple):
         Raises:
             ClusterError: see there.
         """
-        if workload.kind == _SCALED_OBJECTS:
+        if workload.kind == SCALED_OBJECTS:
             self._patch(workload, {"metadata": {"annotations": {_PAUSED: None}}})
 
     def _patch(
         self, workload: Workload, change: Mapping[str, object], *, subresource: str = ""
     ) -> None:
         path = (
-            f"/apis/{_GROUP_VERSIONS[workload.kind]}/namespaces/{self.namespace}"
+            f"/apis/{GROUP_VERSIONS[workload.kind]}/namespaces/{self.namespace}"
             f"/{workload.kind}/{workload.name}{subresource}"
         )
         request = Request(

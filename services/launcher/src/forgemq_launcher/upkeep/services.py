@@ -32,9 +32,6 @@ SERVICES = (
     "trainer",
 )
 
-TRANSFORMS = ("reward", "merger", "scheduler")
-"""Services with a journal, in the order in which a group passes them."""
-
 TORCHRUN = "forgemq_trainer.ranks.torchrun"
 """Module that starts the trainer's ranks on this machine and ends them all when one dies."""
 
