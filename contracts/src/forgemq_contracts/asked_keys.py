@@ -25,6 +25,9 @@ KEYS_MAX = 49_152
 """Keys that are no number of a source: 0.4 MB of a snapshot. With as many ranges as may be, a
 snapshot still fits into a record."""
 
+KEYS_FULL_CODE = "keys_full"
+"""Of the gateway's 400 for a new key when one of the limits is reached."""
+
 _NUMBERED = re.compile(r"(.*)/(0|[1-9][0-9]{0,14})", re.DOTALL)
 _DIGEST_BYTES = 8  # two of 49,152 keys share a digest with probability 1e-10
 

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from forgemq_agents.conversation_files import entries
+from forgemq_agents.conversation_files import entries, entry_count
 from forgemq_agents.conversation_import import FileRefusedError, check_file
 from forgemq_agents.core.conversations import ConversationError, conversation_of
 from forgemq_contracts.arrays import pack_floats
@@ -98,6 +98,14 @@ def test_a_bad_row_is_named_by_file_row_and_field_and_nothing_is_imported(tmp_pa
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileRefusedError, match=r"has no file that ends in \.parquet"):
         check_file(tmp_path / "empty")
+
+
+def test_rows_are_counted_over_all_files_of_a_folder_without_being_read(tmp_path):
+    first, second = rows()
+    orphan = msgspec.structs.replace(first, turns=first.turns[1:])
+    write(tmp_path, [first, orphan]).rename(tmp_path / "other.parquet")
+    assert entry_count(write(tmp_path, [second])) == 1
+    assert entry_count(tmp_path) == 3
 
 
 def test_turns_of_a_line_must_follow_their_parents_and_share_no_more_than_these_have():

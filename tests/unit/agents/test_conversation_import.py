@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +25,7 @@ from forgemq_agents.import_command import run_import, tell_done
 from forgemq_agents.lease_thread import LeaseThread
 from forgemq_agents.requests import JsonRequests, Retry
 from forgemq_agents.trained_conversations import TrainedConversations
+from forgemq_contracts.asked_keys import KEYS_FULL_CODE
 from forgemq_telemetry.telemetry import Telemetry
 from tests.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.memory_gateway_http import served
@@ -205,6 +209,29 @@ async def test_a_conversation_that_cannot_be_read_is_lost_and_named_by_its_line(
     async with importing(gateway, is_supervised=True) as made:
         again = await made.run(file)
     assert again.lost == (f"{file}:1: {group.group_id} retired as failed",)
+
+
+async def test_a_run_that_is_full_ends_an_import_that_says_how_many_it_has_not_got(
+    memory_gateway, tmp_path, refusal
+):
+    gateway = await memory_gateway()
+    file = write(tmp_path / "f", 1, 2, 3)
+    gateway.answers = [refusal(400, "full", code=KEYS_FULL_CODE)]
+    assert await imported(gateway, file) == Imported(added=2, known=0, lost=(), is_full=True)
+    assert {group.state for group in gateway.in_order()} == {"retired"}
+
+    gateway.answers = [refusal(400, "full", code=KEYS_FULL_CODE)]
+    environ = {"FORGEMQ_AGENTS_GATEWAY_URL": gateway.url, "FORGEMQ_AGENTS_ADMIN_KEY": ADMIN_KEY}
+    arguments = ("-m", "forgemq_agents", "import", str(file), "--domain", "count")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, *arguments), env={**os.environ, **environ}, stdout=PIPE, stderr=PIPE
+    )
+    out, errors = await process.communicate()
+    assert process.returncode == 1
+    assert out.endswith(b"2 of 3 are in count: 0 added, 2 there already\n")
+    assert errors.startswith(
+        b"import: the run is full and has not got the other 1: a run takes 49,152 in all its "
+    )
 
 
 async def test_lines_on_their_way_are_bounded_by_their_bytes_and_a_longer_one_goes_alone(

@@ -12,6 +12,7 @@ import pytest
 from forgemq_agents.conversation_import import FAULTS_SHOWN_MAX, FileRefusedError, check_file
 from forgemq_agents.core.conversations import LINE_BYTES_MAX, ConversationError, conversation_of
 from forgemq_contracts.admin import RewardRequest
+from forgemq_contracts.asked_keys import KEYS_MAX
 
 QUESTION = {"role": "user", "content": "2 + 2?"}
 ANSWER = {"role": "assistant", "content": "4"}
@@ -138,6 +139,18 @@ def test_a_file_without_a_line_is_refused_and_blank_lines_count_as_none(tmp_path
         check_file(file)
     file.write_bytes(b"\n" + line() + b"\n\n" + line(reward=1))
     assert check_file(file) == 2
+
+
+def test_more_lines_than_a_run_takes_are_refused_before_one_is_checked(tmp_path: Path):
+    file = tmp_path / "talks.jsonl"
+    file.write_bytes(b"nope\n" * (KEYS_MAX + 1))
+    with pytest.raises(FileRefusedError) as refused:
+        check_file(file)
+    assert str(refused.value) == (
+        f"{file}: has 49,153 conversations, and a run takes 49,152 in all its imports: import a "
+        "part, and the rest into another run; a supervised domain trains on more if its queue has "
+        "them as its task_file\nnothing is imported"
+    )
 
 
 def test_a_byte_order_mark_ahead_of_the_lines_is_skipped(tmp_path: Path):

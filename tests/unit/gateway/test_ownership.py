@@ -199,6 +199,9 @@ def test_a_key_of_a_kind_that_is_full_is_refused_by_name() -> None:
         idempotency_key="one more",
         requested_ms=0,
     )
-    with pytest.raises(RefusedError, match=f"idempotency_key: a run remembers at most {KEYS_MAX}"):
+    with pytest.raises(
+        RefusedError, match=f"idempotency_key: a run remembers at most {KEYS_MAX}"
+    ) as refused:
         check_new(asked, request)
+    assert (refused.value.status, refused.value.code) == (400, "keys_full")
     check_new(asked, msgspec.structs.replace(request, idempotency_key="shop/0"))

@@ -37,6 +37,19 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         raise FileError(f"{path}: no Parquet file: {error}") from error
 
 
+def row_count(path: Path) -> int:
+    """How many rows a file has, of which none is read.
+
+    Raises:
+        FileError: it is no Parquet file.
+    """
+    try:
+        with parquet.ParquetFile(path) as file:
+            return int(file.metadata.num_rows)
+    except pa.ArrowException as error:
+        raise FileError(f"{path}: no Parquet file: {error}") from error
+
+
 def check_columns(path: Path, schema: Any) -> None:  # noqa: ANN401 - pyarrow has no stubs
     """Refuse a file whose columns are not those of `SCHEMA`, in whatever order.
 

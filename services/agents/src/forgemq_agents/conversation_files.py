@@ -1,6 +1,7 @@
 """Files of finished conversations: JSON lines, or Parquet files of `forgemq export`."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -49,16 +50,35 @@ def entries(path: Path) -> Iterator[FileEntry]:
         ConversationError: a Parquet file cannot be used; names it, the column and the rule.
         OSError: it cannot be read.
     """
-    if path.is_dir():
-        files = sorted(path.glob(f"*{PARQUET}"))
-        if not files:
-            raise ConversationError(f"{path}: has no file that ends in {PARQUET}")
-        for file in files:
-            yield from _rows(file)
-    elif path.suffix == PARQUET:
-        yield from _rows(path)
-    else:
+    if not _is_parquet(path):
         yield from _lines(path)
+        return
+    for file in _parquet_files(path):
+        yield from _rows(file)
+
+
+def entry_count(path: Path) -> int:
+    """How many entries there are, counted without reading what they say.
+
+    Raises:
+        ConversationError: as of `entries`, if a file is no Parquet file.
+        OSError: it cannot be read.
+    """
+    if not _is_parquet(path):
+        return sum(1 for _ in _lines(path))
+    return sum(_row_count(file) for file in _parquet_files(path))
+
+
+def _is_parquet(path: Path) -> bool:
+    return path.is_dir() or path.suffix == PARQUET
+
+
+def _parquet_files(path: Path) -> list[Path]:
+    """The file itself, or the files of a folder by name; at least one."""
+    files = sorted(path.glob(f"*{PARQUET}")) if path.is_dir() else [path]
+    if not files:
+        raise ConversationError(f"{path}: has no file that ends in {PARQUET}")
+    return files
 
 
 def _lines(path: Path) -> Iterator[FileEntry]:
@@ -80,20 +100,36 @@ def _line(file: BinaryIO) -> bytes:
 
 def _rows(path: Path) -> Iterator[FileEntry]:
     """The rows of a Parquet file, with their numbers from 0, as `datasets` has them."""
-    try:
+    with _told_as_conversations(path):
         from forgemq_episode_files.arrow_rows import RowError, from_arrow
-        from forgemq_episode_files.reading import FileError, read_rows
-    except ImportError as error:
-        raise ConversationError(
-            f"{path}: Parquet needs forgemq-agents[parquet]: {error}"
-        ) from error
-    try:
+        from forgemq_episode_files.reading import read_rows
+
         for number, values in enumerate(read_rows(path)):
             place = f"{path}, row {number}"
             try:
                 yield FileEntry(place=place, line=line_of(from_arrow(values)))
             except RowError as error:
                 yield FileEntry(place=place, line=b"", fault=str(error))
+
+
+def _row_count(path: Path) -> int:
+    with _told_as_conversations(path):
+        from forgemq_episode_files.reading import row_count
+
+        return row_count(path)
+
+
+@contextmanager
+def _told_as_conversations(path: Path) -> Iterator[None]:
+    """Make an error of what reads Parquet, or that it is not installed, a ConversationError."""
+    try:
+        from forgemq_episode_files.reading import FileError
+    except ImportError as error:
+        raise ConversationError(
+            f"{path}: Parquet needs forgemq-agents[parquet]: {error}"
+        ) from error
+    try:
+        yield
     except FileError as error:
         raise ConversationError(str(error)) from error
 

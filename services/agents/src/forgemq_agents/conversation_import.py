@@ -11,13 +11,13 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
-from forgemq_agents.conversation_files import FileEntry, entries
+from forgemq_agents.conversation_files import FileEntry, entries, entry_count
 from forgemq_agents.core.conversations import (
     ConversationError,
     FinishedConversation,
     conversation_of,
 )
-from forgemq_agents.errors import EpisodeOverError
+from forgemq_agents.errors import EpisodeOverError, KeysFullError
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.trained_conversations import ConversationLostError, TrainedConversations
 from forgemq_contracts.admin import Claim, GroupStatus
@@ -31,6 +31,11 @@ STATE_WAIT_S = 20.0
 """Length of one long poll for a change of the group."""
 CLAIM_WAIT_S = 5.0
 """A lapsed lease is no change of its group's state, so claims are repeated after this time."""
+TAKEN_MAX = (
+    f"a run takes {KEYS_MAX:,} in all its imports: import a part, and the rest into another run; "
+    "a supervised domain trains on more if its queue has them as its task_file"
+)
+"""The limit, and what to do."""
 FAULTS_SHOWN_MAX = 20
 """Enough to see what is wrong with a file; its other faults are counted."""
 
@@ -51,6 +56,7 @@ class Imported(Struct, frozen=True, kw_only=True):
     known: int
     lost: tuple[str, ...]
     unused: Annotated[int, Meta(description="Training ended before it had room for them.")] = 0
+    is_full: Annotated[bool, Meta(description="The run takes no further conversation.")] = False
 
 
 def check_file(path: Path) -> int:
@@ -64,6 +70,7 @@ def check_file(path: Path) -> int:
         raise FileRefusedError(f"{path}: must be a file or a folder, as it is read twice")
     count, faults, shown = 0, 0, []
     try:
+        _check_count(path)
         for entry in entries(path):
             try:
                 _read(entry)
@@ -78,13 +85,18 @@ def check_file(path: Path) -> int:
         shown.append(f"and {faults - len(shown)} more")
     if faults:
         raise FileRefusedError("\n".join((*shown, "nothing is imported")))
-    if count > KEYS_MAX:
-        raise FileRefusedError(
-            f"{path}: has {count} conversations, a run takes {KEYS_MAX}: import a part of the file"
-        )
     if not count:
         raise FileRefusedError(f"{path}: has no conversation")
     return count
+
+
+def _check_count(path: Path) -> None:
+    """Refuse more than a run takes, before each of them is checked."""
+    count = entry_count(path)
+    if count > KEYS_MAX:
+        raise FileRefusedError(
+            f"{path}: has {count:,} conversations, and {TAKEN_MAX}\nnothing is imported"
+        )
 
 
 class ConversationImport:
@@ -107,7 +119,7 @@ class ConversationImport:
         self._domain = domain
         self._training = training
         self._unused = 0
-        self._is_stopped = False
+        self._is_stopped = self._is_full = False
         self._running: asyncio.Task[object] | None = None
         self._reading = asyncio.Lock()
         self._room = asyncio.Condition()
@@ -141,12 +153,19 @@ class ConversationImport:
             for _ in range(AT_ONCE_MAX):
                 tasks.create_task(self._take(waiting))
         return Imported(
-            added=self._added, known=self._known, lost=tuple(self._lost), unused=self._unused
+            added=self._added,
+            known=self._known,
+            lost=tuple(self._lost),
+            unused=self._unused,
+            is_full=self._is_full,
         )
 
     async def _take(self, waiting: Iterator[FileEntry]) -> None:
         while (entry := await self._next(waiting)) is not None:
-            await self._import(entry.place, _read(entry))
+            try:
+                await self._import(entry.place, _read(entry))
+            except KeysFullError:  # Those on their way have their keys, and go on to their ends.
+                self._is_full = self._is_stopped = True
             async with self._room:
                 self._bytes -= len(entry.line)
                 self._room.notify_all()

@@ -27,6 +27,10 @@ class ContextFullError(GatewayError):
     """The messages no longer fit into the model's context window."""
 
 
+class KeysFullError(GatewayError):
+    """The run remembers as many idempotency keys as it can, and this one is new."""
+
+
 class TrainingEndedError(GatewayError):
     """Training has ended: the gateway takes no further training group."""
 

@@ -12,6 +12,7 @@ import aiohttp
 
 from forgemq_agents.admin_key import admin_key_of
 from forgemq_agents.conversation_import import (
+    TAKEN_MAX,
     ConversationImport,
     FileRefusedError,
     Imported,
@@ -139,6 +140,9 @@ def _say(made: Imported, *, domain: str, count: int) -> int:
         _print(f"{made.unused} were not used: training ended before it had room for them")
     for lost in made.lost:
         _print(f"lost: {lost}")
-    if made.lost:
+    if made.is_full:
+        others = count - done - made.unused - len(made.lost)
+        _refuse(f"the run is full and has not got the other {others:,}: {TAKEN_MAX}", EXIT_FAILED)
+    if made.lost or made.is_full:
         return EXIT_FAILED
     return EXIT_OK if done + made.unused == count else EXIT_INTERRUPTED

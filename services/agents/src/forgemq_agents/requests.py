@@ -14,9 +14,15 @@ import aiohttp
 import msgspec
 from msgspec import Meta, Struct
 
-from forgemq_agents.errors import ContextFullError, EpisodeOverError, GatewayError
+from forgemq_agents.errors import (
+    ContextFullError,
+    EpisodeOverError,
+    GatewayError,
+    KeysFullError,
+)
 from forgemq_agents.user_values import in_json
 from forgemq_contracts.admin import Refusal
+from forgemq_contracts.asked_keys import KEYS_FULL_CODE
 from forgemq_telemetry.traces import Headers, headers_to_http
 
 Method = Literal["GET", "POST"]
@@ -180,6 +186,8 @@ def _refusal(status: int, content: bytes, *, url: str) -> GatewayError:
         return EpisodeOverError(message, status=status, code=code)
     if status == 400 and code == "context_length_exceeded":
         return ContextFullError(message, status=status, code=code)
+    if status == 400 and code == KEYS_FULL_CODE:
+        return KeysFullError(message, status=status, code=code)
     return GatewayError(message, status=status, code=code)
 
 

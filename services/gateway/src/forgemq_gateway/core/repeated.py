@@ -3,7 +3,7 @@
 import msgspec
 
 from forgemq_contracts.admin import GroupStatus
-from forgemq_contracts.asked_keys import AskedKeys, number_of
+from forgemq_contracts.asked_keys import KEYS_FULL_CODE, AskedKeys, number_of
 from forgemq_contracts.groups import RequestedGroup
 from forgemq_gateway.core.episodes import GroupFacts
 from forgemq_gateway.core.errors import conflict, invalid
@@ -40,7 +40,8 @@ def check_new(asked: AskedKeys, request: RequestedGroup) -> None:
     """
     reached = asked.limit_reached(request.idempotency_key, domain=request.domain)
     if reached:
-        raise invalid(f"idempotency_key: {reached}", param="idempotency_key")
+        message = f"idempotency_key: {reached}"
+        raise invalid(message, param="idempotency_key", code=KEYS_FULL_CODE)
 
 
 def long_retired(request: RequestedGroup) -> GroupStatus:
