@@ -6,12 +6,16 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from forgemq_contracts import topics
 from forgemq_contracts.messages import Core, Event, Output
 from forgemq_shell.comparison import compare
 from forgemq_shell.journal import JournalError
+from forgemq_shell.replay_command import replay_transform
 from forgemq_shell.restore import DivergedError, NewerLogicError
+from forgemq_shell.transform import Transform
 from tests.simulation.counting_core import CountingCore
 from tests.unit.shell.task_world import MERGED, QUIET, SCORED, World
+from tests.unit.shell.test_comparison import CONFIGURATION
 
 SNAPSHOTS = msgspec.structs.replace(QUIET, snapshot_every_batches=3)
 
@@ -141,12 +145,30 @@ async def test_an_older_build_refuses_what_a_killed_newer_one_handled(world: Wor
     assert (await world.merged())[-1] == ("d", 4)
 
 
-async def test_a_replay_compares_what_its_own_version_wrote(world: World):
+async def test_a_replay_compares_what_its_own_version_wrote_and_says_whose_the_rest_is(
+    world: World,
+):
     await handle(world, "abcd", is_killed=True)
     await handle(world, "ef", core=NewCore(), logic_version=2, is_killed=True)
-    plan = world.plan(QUIET, tick_s=0.0, logic_version=2)
-    result = await compare(world.log, plan, NewCore(), outputs=(MERGED,))
-    assert (result.difference, result.batch_first, result.inputs) == (None, 5, 2)
+    await world.log.create_topics({topics.MERGED_TREES.name: 1})
+    lines: list[str] = []
+    transform = Transform(
+        service="merger",
+        inputs=(topics.SCORED_GROUPS,),
+        journal=topics.MERGER_JOURNAL,
+        make_core=lambda _: NewCore(),
+        logic_version=2,
+    )
+    status = await replay_transform(
+        world.log, transform, configuration=CONFIGURATION, partition=0, say=lines.append
+    )
+    assert (status, lines) == (
+        0,
+        [
+            "merger 0: 2 inputs, 0 ticks, 4 outputs in batches 5 to 6 (those before are of logic "
+            "version 1 and left out): equal"
+        ],
+    )
 
 
 async def test_a_replay_compares_behind_the_clean_stops_of_a_build_whose_snapshots_others_read(

@@ -42,6 +42,7 @@ class Comparison:
         outputs: Number of records that the core wrote in the replay.
         outputs_trimmed: How many of them the log does not have any more: only the journal's digest,
             which covers them, could be compared.
+        logic_left_out: As of `ReplayedBatch`.
     """
 
     journal: Place
@@ -52,6 +53,7 @@ class Comparison:
     ticks: int = 0
     outputs: int = 0
     outputs_trimmed: int = 0
+    logic_left_out: int = 0
     difference: Difference | None = None
 
     def add(self, replayed: ReplayedBatch, written: Mapping[Place, WrittenBatch]) -> None:
@@ -59,6 +61,7 @@ class Comparison:
         batch = replayed.batch
         if not self.batches:
             self.batch_first = batch.sequence
+            self.logic_left_out = replayed.logic_left_out
         self.batches += 1
         self.batch_last = batch.sequence
         self.ticks += sum(1 for item in batch.inputs if not item.topic)

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from msgspec import structs
 
@@ -35,6 +35,8 @@ class ReplayedBatch:
         emits: What the core writes in the replay; never written to the log.
         digest: Of `emits`.
         snapshot: State after the batch; None if the journal has no snapshot there.
+        logic_left_out: The logic version of earlier batches, which this build does not run; 0 if
+            it wrote all of them.
         lost: Inputs whose values are lost and were not when the batch was journalled. The core did
             not get them, so what it writes from here on may differ from the journal.
     """
@@ -45,6 +47,7 @@ class ReplayedBatch:
     digest: str
     snapshot: bytes | None
     lost: tuple[Record, ...] = ()
+    logic_left_out: int = 0
 
     @property
     def is_same(self) -> bool:
@@ -162,7 +165,9 @@ async def replay_task(
     if not outline:
         return
     _check_logic(outline[-1][1], service=service, logic_version=logic_version)
-    outline = _since_taken_over(outline, logic_version=logic_version)
+    left_out = _left_out(outline, logic_version=logic_version)
+    before = writer_logic(outline[left_out - 1][1]) if left_out else 0
+    outline = outline[left_out:]
     batches = [batch for _, batch in outline]
     begins = await _oldest_beginning(log, batches)
     inputs = JournalledInputs(log)
@@ -177,7 +182,8 @@ async def replay_task(
                     for record in await recall(core, log):
                         raise JournalError(f"{_at(record)}: {record.lost}")
                     continue
-                yield await _replay_batch(core, batch, inputs=inputs, service=service)
+                done = await _replay_batch(core, batch, inputs=inputs, service=service)
+                yield replace(done, logic_left_out=before)
     finally:
         await inputs.close()
 
@@ -230,11 +236,10 @@ def _check_logic(newest: JournalledBatch, *, service: str, logic_version: int) -
         )
 
 
-def _since_taken_over(
-    outline: list[tuple[int, JournalledBatch]], *, logic_version: int
-) -> list[tuple[int, JournalledBatch]]:
+def _left_out(outline: Sequence[tuple[int, JournalledBatch]], *, logic_version: int) -> int:
+    """How many batches come before those that this logic version wrote."""
     others = [n for n, (_, batch) in enumerate(outline) if writer_logic(batch) != logic_version]
-    return outline[others[-1] + 1 :] if others else outline
+    return others[-1] + 1 if others else 0
 
 
 def _without_beginning(batches: Sequence[JournalledBatch]) -> JournalError:

@@ -255,6 +255,8 @@ def _lines(service: str, result: Comparison) -> Sequence[str]:
         f"{name}: {result.inputs} inputs, {result.ticks} ticks, {result.outputs} outputs in "
         f"batches {result.batch_first} to {result.batch_last}"
     )
+    if result.logic_left_out:
+        summary += f" (those before are of logic version {result.logic_left_out} and left out)"
     if result.outputs_trimmed:
         summary += f", {result.outputs_trimmed} of the outputs only by digest (trimmed)"
     if result.difference is None:
