@@ -11,7 +11,6 @@ newest version, into an environment of its own that is kept in .cache.
 import asyncio
 import os
 import secrets
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,8 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 from pinning import cpu_s, measure_apart
+
+from forgemq_settings.ports import free_port
 
 HOST = "127.0.0.1"
 ROOT = Path(__file__).parents[1]
@@ -233,8 +234,7 @@ async def _own(role: str, given: str) -> AsyncIterator[tuple[int, str]]:
 async def _litellm(upstream: str, *, key: str) -> AsyncIterator[tuple[int, str]]:
     """Run LiteLLM's proxy for this upstream; yields its process id and its URL."""
     await asyncio.to_thread(install_litellm)
-    with socket.create_server((HOST, 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port(HOST)
     config = LITELLM / "config.json"
     parameters = {"model": "openai/policy", "api_base": f"{upstream}/v1", "api_key": "none"}
     models = [{"model_name": "policy", "litellm_params": parameters}]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from forgemq_settings.ports import free_port
 from forgemq_sglang_cpu.options import EngineOptions
 from forgemq_sglang_cpu.server import EngineServer
-from tests.ports import free_port
 
 ENGINE_MODEL = Path(__file__).parents[1] / "deploy" / "demo" / "model"
 START_TIMEOUT_S = 600.0

@@ -16,10 +16,10 @@ from forgemq_contracts import topics
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.upkeep.machine import listening_socket
+from forgemq_settings.ports import free_port
 from tests.clients.processes import CONTEXT_TOKENS_MAX, Child, deciding
 from tests.clients.scripted_model import ScriptedModel
 from tests.integration.gateway_process import GatewayProcess, gateway_on_broker
-from tests.ports import free_port
 from tests.unit.gateway.scripted_lane import sampled_as, wall_ms
 from tests.unit.gateway.world import SETTINGS, World, configuration_of, running
 from tests.unit.rendering.folders import write_model_folder

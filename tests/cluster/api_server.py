@@ -10,9 +10,9 @@ from pathlib import Path
 
 import yaml
 
+from forgemq_settings.ports import free_port
 from tests.cluster.enclosure import ADDRESS, Enclosure, running
 from tests.cluster.programs import server_command
-from tests.ports import free_port
 
 READY_WITHIN_S = 180.0
 """It takes 4 s on an idle machine."""

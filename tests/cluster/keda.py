@@ -6,12 +6,12 @@ from pathlib import Path
 
 import yaml
 
+from forgemq_settings.ports import free_port
 from tests.certificates import authority
 from tests.cluster.api_server import ApiServer
 from tests.cluster.enclosure import running
 from tests.cluster.go_modules import KEDA
 from tests.cluster.programs import NODE, missing_for_server, program
-from tests.ports import free_port
 
 OPERATOR, METRICS_SERVER = KEDA.packages
 NAMESPACE = "keda"

@@ -20,6 +20,7 @@ from forgemq_bus.broker.local import folder_ports
 from forgemq_bus.kafka import KafkaLog
 from forgemq_bus.log import Emit, Place
 from forgemq_contracts import topics
+from forgemq_settings.ports import free_port
 from forgemq_shell.connection import kafka_connection
 from forgemq_telemetry.exporters import exporter_of
 from forgemq_telemetry.settings import TelemetrySettings
@@ -32,7 +33,6 @@ from tests.dashboards import HOW_TO_GET_PROMETHEUS
 from tests.integration.kafka_rights import bindings
 from tests.integration.prometheus_program import running_prometheus
 from tests.integration.test_secure_broker import secure_options
-from tests.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.ports import free_port
+from forgemq_settings.ports import free_port
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from forgemq_contracts import topics
+from forgemq_settings.ports import free_port
 from forgemq_telemetry.exporters import exporter_of
 from forgemq_telemetry.settings import TelemetrySettings
 from tests.dashboards import HOW_TO_GET_PROMETHEUS, OBSERVABILITY
@@ -21,7 +22,6 @@ from tests.integration.collector_program import HOW_TO_GET, PROGRAM, running_col
 from tests.integration.otlp_receiver import OtlpReceiver, otlp_receiver
 from tests.integration.prometheus_program import running_prometheus
 from tests.integration.scored_run import Run, scored_run
-from tests.ports import free_port
 from tests.scraped import measure_all, scraped
 
 pytestmark = [

@@ -19,9 +19,9 @@ from forgemq_bus.log import Place
 from forgemq_contracts.run import EndedRun
 from forgemq_contracts.topics import FINISHED_COMPLETIONS
 from forgemq_launcher.records.run_topics import create_topics, write_end, write_start
+from forgemq_settings.ports import free_port
 from tests.certificates import authority
 from tests.integration.synthetic_log import write
-from tests.ports import free_port
 from tests.unit.run_view.synthetic import SyntheticRun, started
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]

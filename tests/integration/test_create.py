@@ -19,8 +19,8 @@ from forgemq_bus.log import Place
 from forgemq_contracts.run import StartedRun
 from forgemq_contracts.topics import REPORTED_ENGINES, SCORED_GROUPS, Topic
 from forgemq_launcher.dispatch import run_tool
+from forgemq_settings.ports import free_port
 from forgemq_shell.started_run import started_run
-from tests.ports import free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 

@@ -13,13 +13,13 @@ from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_inference.engine import EngineRefusedError
+from forgemq_settings.ports import free_port
 from forgemq_sglang_cpu.options import EngineOptions
 from forgemq_sglang_cpu.pair import missing_on_cpu
 from forgemq_sglang_cpu.server import EngineServer
 from tests.engine_fixture import START_TIMEOUT_S, reset_engine
 from tests.integration.test_weights_engine import logprobs, perturbed, publisher, spans
 from tests.lane_scene import LaneScene, create_topics
-from tests.ports import free_port
 
 pytestmark = [
     pytest.mark.integration,

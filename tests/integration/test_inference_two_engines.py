@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forgemq_bus.memory import MemoryLog
+from forgemq_settings.ports import free_port
 from forgemq_sglang_cpu.server import EngineServer, EngineServerError
 from tests.engine_fixture import engine_options
 from tests.lane_scene import LaneScene, create_topics
-from tests.ports import free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1200)]
 

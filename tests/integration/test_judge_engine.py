@@ -3,7 +3,7 @@
 import pytest
 
 from forgemq_graders import Judge, JudgeError, judged, judged_turns
-from tests.ports import free_port
+from forgemq_settings.ports import free_port
 from tests.unit.graders.episodes import answered
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]

@@ -21,10 +21,10 @@ from forgemq_bus.kafka import KafkaLog
 from forgemq_bus.log import Place
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
+from forgemq_settings.ports import free_port
 from forgemq_shell.connection import kafka_connection
 from forgemq_shell.records import emit_of
 from tests.integration.kafka_rights import bindings, rights_of
-from tests.ports import free_port
 from tests.unit.merger.records import finished, scored
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(600)]

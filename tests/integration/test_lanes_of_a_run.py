@@ -22,11 +22,11 @@ from forgemq_contracts.completions import (
 )
 from forgemq_contracts.lane_plan import RequestedLane
 from forgemq_launcher.upkeep.named_engines import health_refusal
+from forgemq_settings.ports import free_port
 from forgemq_sglang_cpu.server import EngineServer
 from tests.engine_fixture import START_TIMEOUT_S, engine_options
 from tests.integration.launched_run import DIALOGUE, FORGEMQ, ROOT, LaunchedRun
 from tests.integration.run_log import GROUP_PARTITIONS, accounts, records_of
-from tests.ports import free_port
 from tests.small_run import small_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1800)]

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
+from forgemq_settings.ports import free_port
 from tests.dashboards import HOW_TO_GET_PROMETHEUS, OBSERVABILITY, PanelQuery, queries
 from tests.integration.launched_run import DEMO, LaunchedRun
-from tests.ports import free_port
 
 pytestmark = [
     pytest.mark.integration,

@@ -13,13 +13,13 @@ from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_inference.core.engine_answer import EngineAnswer
 from forgemq_inference.engine import Engine
+from forgemq_settings.ports import free_port
 from forgemq_sglang_cpu.options import EngineOptions
 from forgemq_sglang_cpu.pool import EnginePool
 from forgemq_sglang_cpu.server import EngineServer
 from tests.engine_fixture import START_TIMEOUT_S, reset_engine
 from tests.integration.test_weights_engine import logprobs, perturbed
 from tests.lane_scene import LaneScene, create_topics
-from tests.ports import free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 

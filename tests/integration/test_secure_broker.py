@@ -27,10 +27,10 @@ from forgemq_bus.errors import AccessError, LogUnavailableError
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.log import Emit, Place
 from forgemq_launcher.records.run_topics import create_topics, write_start
+from forgemq_settings.ports import free_port
 from forgemq_shell.connection import kafka_connection
 from tests.certificates import authority
 from tests.integration.test_console import state_when, write
-from tests.ports import free_port
 from tests.unit.run_view.synthetic import SyntheticRun, started
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]

@@ -20,6 +20,7 @@ from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.run import StartedRun
 from forgemq_contracts.weights import LoadedWeights
+from forgemq_settings.ports import free_port
 from forgemq_sglang_cpu.server import EngineServer
 from forgemq_shell.service import Context
 from forgemq_telemetry import Telemetry
@@ -32,7 +33,6 @@ from forgemq_trainer.weight_paths import broadcasts_of
 from tests.engine_fixture import START_TIMEOUT_S, engine_options
 from tests.integration.test_weights_engine import CONTEXT, logprobs, perturbed, spans
 from tests.lane_scene import LaneScene, configuration, create_topics
-from tests.ports import free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1200)]
 

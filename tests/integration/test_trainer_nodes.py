@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from forgemq_settings.ports import free_port
 from tests.architecture.rendered import ROOT, environ, pods
 from tests.integration.ranks_bench import announced_bench, work
-from tests.ports import free_port
 from tests.unit.trainer.bench import Bench
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1800)]

@@ -17,8 +17,8 @@ from msgspec import Struct
 
 from forgemq_launcher.upkeep.machine import listening_socket
 from forgemq_launcher.upkeep.services import THREADS_VARIABLES
+from forgemq_settings.ports import free_port
 from tests.integration.launched_run import DIALOGUE, LOOK_EVERY_S, ROOT
-from tests.ports import free_port
 from tests.previous_release import Release
 
 ADMIN_KEY = "0123456789abcdef0123456789abcdef"

@@ -14,7 +14,7 @@ from forgemq_contracts.run import Model
 from forgemq_launcher.commands.asked_engine import engine_refusal
 from forgemq_launcher.commands.lane_changes import LaneRefusedError, add_lane
 from forgemq_launcher.commands.own_gateway import RunGateway
-from tests.ports import free_port
+from forgemq_settings.ports import free_port
 
 LIMITS = {"max_total_num_tokens": 40000, "max_req_input_len": 1018}
 WEIGHTS = {"weight_version": "0.0", "model_path": "/elsewhere/model"}

@@ -14,7 +14,7 @@ from rich.console import Console
 from forgemq_contracts.admin import ErrorBody, Refusal
 from forgemq_contracts.lane_routes import LaneList, LaneStatus
 from forgemq_launcher.dispatch import run_tool
-from tests.ports import free_port
+from forgemq_settings.ports import free_port
 
 KEY = "an-admin-key-of-some-length"
 LANE = LaneStatus(

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from forgemq_launcher.core.phases import phase
-from forgemq_launcher.upkeep.machine import MachineError, check_memory, held_port, port
+from forgemq_launcher.upkeep.machine import MachineError, check_memory, engine_port, port
 
 HOST = "127.0.0.1"
 
@@ -52,22 +52,11 @@ def test_a_free_port_is_given_as_asked():
     assert port(HOST, wanted=0, preferred=free) == free
 
 
-def test_a_held_port_is_given_to_nobody_else_and_a_server_may_listen_there():
-    with held_port(HOST) as holder:
-        number = int(holder.getsockname()[1])
-        with socket.socket() as other, pytest.raises(OSError, match="already in use"):
-            other.bind((HOST, number))
-        with socket.create_server((HOST, number)), socket.create_connection((HOST, number)):
-            pass
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((HOST, number))
-
-
 def test_a_host_that_is_not_here_has_no_port():
     with pytest.raises(MachineError, match=r"no free port on 192\.0\.2\.1"):
         port("192.0.2.1", wanted=0)
     with pytest.raises(MachineError, match=r"no free port on 192\.0\.2\.1"):
-        held_port("192.0.2.1")
+        engine_port("192.0.2.1")
 
 
 LOG = [

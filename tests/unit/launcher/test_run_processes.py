@@ -10,7 +10,7 @@ from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.settings import LauncherSettings
 from forgemq_launcher.upkeep.machine import MachineError
 from forgemq_launcher.upkeep.run_processes import RunProcesses
-from tests.ports import free_port
+from forgemq_settings.ports import free_port
 from tests.small_run import small_run
 
 NAMED = {"FORGEMQ_KAFKA": "127.0.0.1:1", "FORGEMQ_ENGINE_URL": "http://127.0.0.1:1"}

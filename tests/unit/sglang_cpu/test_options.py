@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from forgemq_settings.ports import free_port
 from forgemq_sglang_cpu.options import (
     EngineOptions,
     command_line,
@@ -20,7 +21,6 @@ from forgemq_sglang_cpu.options import (
 )
 from forgemq_sglang_cpu.plugin import FP8_BLOCKS_VARIABLE
 from forgemq_sglang_cpu.server import EngineServer, EngineServerError
-from tests.ports import free_port
 
 
 def line(options: EngineOptions) -> str:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from forgemq_settings.ports import free_port
 from forgemq_sglang_cpu import pair
 from forgemq_sglang_cpu.options import EngineOptions, command_line
 from forgemq_sglang_cpu.pool import EnginePool
 from forgemq_sglang_cpu.server import EngineServer, EngineServerError
-from tests.ports import free_port
 
 ON_CPU = ["--disaggregation-transfer-backend", "mooncake_tcp", "--disable-overlap-schedule"]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from forgemq_settings.ports import free_port
 from forgemq_shell.loop_watch import LoopWatch, keep_alive_file
 from forgemq_telemetry.telemetry import Telemetry
-from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 AGE_S = 1

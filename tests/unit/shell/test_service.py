@@ -17,12 +17,12 @@ from forgemq_contracts.examples import minimal
 from forgemq_contracts.messages import Output
 from forgemq_contracts.run import StartedRun
 from forgemq_settings.environment import SettingsError
+from forgemq_settings.ports import free_port
 from forgemq_settings.user_code import add_code_paths
 from forgemq_shell.connection import kafka_connection
 from forgemq_shell.records import emit_of
 from forgemq_shell.service import EXIT_REFUSED, Context, run_service
 from forgemq_shell.started_run import RunNotStartedError, UnreadableRunError, started_run
-from tests.ports import free_port
 
 BROKER = {"FORGEMQ_KAFKA": "127.0.0.1:9092"}
 

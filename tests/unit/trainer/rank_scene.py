@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import pickle
-import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from forgemq_settings.ports import free_port
 from forgemq_trainer.ranks.ranks import RankLaunch, Ranks
 
 WORLD = 2
@@ -91,9 +91,7 @@ class RankProcesses:
         self._processes, self._connections = [], []
 
     def _start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         # Its server imports once what takes each rank seconds; a rank is a copy of that process.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)

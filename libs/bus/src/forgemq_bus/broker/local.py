@@ -21,6 +21,7 @@ from types import MappingProxyType
 
 from forgemq_bus.broker.jars import JarsError, jars_folder
 from forgemq_settings.memory import available_memory_bytes
+from forgemq_settings.ports import held_port
 from forgemq_settings.user_code import for_user_code
 
 HEAP_MB_MAX = 512  # Half of Kafka's default: one run on one machine.
@@ -301,13 +302,11 @@ def folder_ports(file: Path) -> tuple[int, int]:
 
 
 def _free_ports() -> tuple[int, int]:
-    with socket.socket() as first, socket.socket() as second:
-        try:
-            first.bind(("127.0.0.1", 0))
-            second.bind(("127.0.0.1", 0))
-        except OSError as error:
-            raise BrokerError(f"no free port on 127.0.0.1: {error}") from error
-        return first.getsockname()[1], second.getsockname()[1]
+    try:
+        with held_port("127.0.0.1") as first, held_port("127.0.0.1") as second:
+            return first.getsockname()[1], second.getsockname()[1]
+    except OSError as error:
+        raise BrokerError(f"no free port on 127.0.0.1: {error}") from error
 
 
 def _becomes_free(port: int) -> bool:

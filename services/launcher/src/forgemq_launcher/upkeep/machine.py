@@ -6,6 +6,7 @@ from pathlib import Path
 
 from forgemq_launcher.core.gpus import least_free_bytes
 from forgemq_settings.memory import available_memory_bytes
+from forgemq_settings.ports import free_port, held_port
 
 BACKLOG = 4096
 """All agents of a run connect at once while a service restarts; Linux allows as many by default."""
@@ -58,9 +59,7 @@ def port(host: str, *, wanted: int, preferred: int = 0) -> int:
     if preferred and _is_free(host, preferred):
         return preferred
     try:
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return int(probe.getsockname()[1])
+        return free_port(host)
     except OSError as error:
         raise MachineError(f"no free port on {host}: {error.strerror}") from error
 
@@ -84,23 +83,16 @@ def listening_socket(host: str, *, wanted: int, preferred: int = 0) -> socket.so
     return listener
 
 
-def held_port(host: str) -> socket.socket:
-    """A socket that holds a free port for a process that listens there later; close it to free it.
-
-    It does not listen, so a process that sets SO_REUSEADDR, as every server of asyncio does, may
-    listen at the port meanwhile, and nobody else is given it as a free one.
+def engine_port(host: str) -> socket.socket:
+    """A socket that holds a free port for an engine; close it once the engine is gone.
 
     Raises:
         MachineError: there is none.
     """
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        holder.bind((host, 0))
+        return held_port(host)
     except OSError as error:
-        holder.close()
         raise MachineError(f"no free port on {host}: {error.strerror}") from error
-    return holder
 
 
 def _is_free(host: str, number: int) -> bool:

@@ -25,7 +25,7 @@ from forgemq_launcher.upkeep.engine_servers import (
 from forgemq_launcher.upkeep.engines import Engines
 from forgemq_launcher.upkeep.gateway_status import says_training_ended
 from forgemq_launcher.upkeep.lane_upkeep import LaneUpkeep
-from forgemq_launcher.upkeep.machine import check_memory, held_port, listening_socket
+from forgemq_launcher.upkeep.machine import check_memory, engine_port, listening_socket
 from forgemq_launcher.upkeep.named_engines import NamedEngines, check_lanes_unnamed, named_urls
 from forgemq_launcher.upkeep.scrape_targets import scrape_targets, write_targets
 from forgemq_launcher.upkeep.services import Addresses, has_tls, inference_spec, service_specs
@@ -109,7 +109,7 @@ class RunProcesses:
         check_memory(bytes_min=settings.memory_min_bytes)
         # SGLang listens a minute after its start: another program may not get its port meanwhile.
         for _ in range(addresses_count(setup.configuration)):
-            self._engine_ports.append(held_port("127.0.0.1"))
+            self._engine_ports.append(engine_port("127.0.0.1"))
         write_engine_model(setup.configuration, folder=setup.folder / "engine")
         self._engines = own = Engines(
             servers(
@@ -215,7 +215,7 @@ class RunProcesses:
         setup, engines = self._setup, self.engines
         assert isinstance(engines, Engines), "no engine is started beside named ones"
         count = added_addresses_count(lane, setup.configuration)
-        ports = [held_port("127.0.0.1") for _ in range(count)]
+        ports = [engine_port("127.0.0.1") for _ in range(count)]
         self._engine_ports += ports
         return added_servers(
             lane,
