@@ -12,6 +12,10 @@ WEIGHT_GROUP_TIMEOUT_VARIABLE = "FORGEMQ_ENGINE_WEIGHT_GROUP_TIMEOUT_S"
 FP8_BLOCKS_VARIABLE = "FORGEMQ_ENGINE_FP8_BLOCKS"
 """Set for an engine whose weights are 8-bit floats in blocks."""
 
+_LAUNCHES = (
+    "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
+    "sglang.srt.entrypoints.engine.Engine._launch_detokenizer_subprocesses",
+)
 _PIN_HOST_MEMORY = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
 _MAKE_HOST_POOL = "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__"
 _MAKE_HOST_CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache"
@@ -49,6 +53,7 @@ def register_hooks() -> None:
 
     from forgemq_sglang_cpu import (
         adapters,
+        forked,
         fp8_linear,
         host_cache,
         page_hashes,
@@ -59,6 +64,8 @@ def register_hooks() -> None:
     )
 
     if activate() is not None:
+        for launch in _LAUNCHES:
+            HookRegistry.register(launch, forked.launch, HookType.AROUND)
         # SGLang's host pools always pin their memory, which fails without an accelerator.
         HookRegistry.register(_PIN_HOST_MEMORY, _leave_unpinned, HookType.REPLACE)
         HookRegistry.register(_MAKE_HOST_POOL, host_cache.leave_unpinned, HookType.AFTER)
