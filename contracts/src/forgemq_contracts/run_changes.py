@@ -102,6 +102,11 @@ REASONS = (
         "give",
     ),
     ("log.lanes_max", "it is the number of partitions of topics, which cannot become fewer"),
+    (
+        "log.lanes",
+        "it is how many lanes the run began with; for more let log.lanes_max grow and use `forgemq "
+        "add-lane`, for fewer `forgemq remove-lane`",
+    ),
     ("log.*", "the topics and their records were made with it"),
     ("logic_version", "the journals say which logic wrote them"),
 )
