@@ -38,7 +38,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def row_count(path: Path) -> int:
-    """How many rows a file has, of which none is read.
+    """How many rows a file has, without reading them.
 
     Raises:
         FileError: it is no Parquet file.
