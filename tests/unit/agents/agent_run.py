@@ -80,7 +80,9 @@ async def well(episode) -> None:
     episode.virtual_s = 1.5
 
 
-async def play(gateway, agent, *, samples: int = 0, source=numbered, **changes) -> None:
+async def play(
+    gateway, agent, *, samples: int = 0, source=numbered, pool: int = POOL, **changes
+) -> None:
     run = configuration(**changes)
     settings = AgentsSettings(
         configuration="-",
@@ -92,7 +94,7 @@ async def play(gateway, agent, *, samples: int = 0, source=numbered, **changes) 
     domains = {"count": DomainCode(task_source=source, play=agent)}
     if run.queues[0].curriculum is not None:
         sampler = READY[run.queues[0].curriculum.sampler]
-        domains = {"count": DomainCode(numbered, agent, sampler=sampler, pool=POOL)}
+        domains = {"count": DomainCode(numbered, agent, sampler=sampler, pool=pool)}
     telemetry = Telemetry(service="agents")
     async with asyncio.timeout(30):
         await play_run(run, settings, domains, {}, telemetry)

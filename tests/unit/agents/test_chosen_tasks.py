@@ -12,6 +12,7 @@ from forgemq_agents.core.samplers import READY
 from forgemq_agents.groups import TASK_BYTES_MAX
 from forgemq_agents.user_code import UserCodeError
 from forgemq_contracts.admin import GroupRequest
+from forgemq_contracts.curriculum import TaskResult
 from forgemq_contracts.stages import Stage, StageDomain
 from forgemq_telemetry.causes import causes
 from tests.memory_gateway import MemoryGateway
@@ -107,6 +108,28 @@ async def test_agents_that_start_again_choose_from_all_results_and_keep_what_was
     trained = [g.request for g in gateway.in_order() if g.request.purpose == "train"]
     assert trained[: len(before)] == before
     assert [request.task_number for request in trained] == chosen_again(gateway)
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+async def test_a_pool_that_has_lost_tasks_of_the_run_ends_the_process_by_domain_and_task(
+    memory_gateway, is_over
+):
+    gateway = await memory_gateway(slots=2, groups_to_train=6, steps=50)
+    if is_over:
+        result = TaskResult(index=0, number=0, task_number=4, version=0, scored=2, solved=1)
+        gateway.results.append(result)
+    else:
+        task = Raw(msgspec.json.encode(numbered(3, "count", 4)))
+        await gateway.request_group(
+            GroupRequest(domain="count", idempotency_key="count/0", task=task, task_number=4)
+        )
+    with pytest.raises(ExceptionGroup) as raised:
+        await play(gateway, well, curriculum=CURRICULUM, pool=4)
+    [error] = [each for each in causes(raised.value) if isinstance(each, UserCodeError)]
+    assert str(error) == (
+        "queues.count.curriculum: its pool has 4 tasks, and the run has asked for task 4, counted "
+        "from 0: continue it with the tasks that it began with"
+    )
 
 
 def nested(depth: int) -> list[object]:

@@ -6,7 +6,7 @@ from forgemq_agents.core.known_tasks import KnownTasks
 from forgemq_agents.core.samplers import Sampler
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.groups import Chosen
-from forgemq_agents.user_code import sampled
+from forgemq_agents.user_code import UserCodeError, sampled
 from forgemq_contracts.admin import GroupStatus
 from forgemq_contracts.curriculum import Curriculum
 
@@ -39,10 +39,11 @@ class TaskChoice:
         """The task of group `number`, by all results that there are now.
 
         Raises:
-            UserCodeError: The sampler returned no task of the pool.
+            UserCodeError: The sampler returned no task of the pool, or the pool has lost tasks.
         """
         known = self._tasks
         results = await self._gateway.read_results(self._domain, after=known.results)
+        self._check_pool(max((result.task_number for result in results), default=0))
         known.learn(results)
         key = f"{self._seed}/{self._domain}/{number}"
         # In a thread: it looks at every task of the pool.
@@ -51,6 +52,20 @@ class TaskChoice:
         return Chosen(sampled(chosen, pool=len(known), name=name), known.results)
 
     def note(self, number: int, status: GroupStatus) -> None:
-        """Note which task the group has; of one that is over the results tell it."""
+        """Note which task the group has; of one that is over the results tell it.
+
+        Raises:
+            UserCodeError: The pool has lost tasks.
+        """
         if status.task_number is not None:
+            self._check_pool(status.task_number)
             self._tasks.ask(number, status.task_number)
+
+    def _check_pool(self, task_number: int) -> None:
+        """Refuse a file that has fewer tasks than when the run asked for this one."""
+        if task_number >= len(self._tasks):
+            raise UserCodeError(
+                f"queues.{self._domain}.curriculum: its pool has {len(self._tasks)} tasks, and the "
+                f"run has asked for task {task_number}, counted from 0: continue it with the tasks "
+                "that it began with"
+            )
