@@ -51,6 +51,7 @@ from forgemq_shell.clock import now_ms
 from forgemq_shell.records import emit_of
 from forgemq_shell.service import Context
 from forgemq_telemetry import Telemetry
+from forgemq_telemetry.telemetry import Exporter
 from tests.small_run import small_run
 
 PARTITIONS = 4
@@ -129,6 +130,7 @@ class LaneScene:
         self.speculation = speculation
         self.quantization = quantization
         self.events = StringIO()
+        self.exporter: Exporter | None = None
         self._writer: Any = None
 
     @asynccontextmanager
@@ -153,7 +155,7 @@ class LaneScene:
             ),
             log=self.log,
             blobs=BlobStore("memory://blobs", run="r"),
-            telemetry=Telemetry(service="inference", stream=self.events),
+            telemetry=Telemetry(service="inference", exporter=self.exporter, stream=self.events),
             stop=stop,
             environ={f"FORGEMQ_INFERENCE_{name}": str(value) for name, value in variables.items()},
         )

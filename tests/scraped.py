@@ -7,6 +7,7 @@ from forgemq_telemetry.catalogue import COUNTERS, GAUGES, HISTOGRAMS
 from forgemq_telemetry.labels import LABELS
 from forgemq_telemetry.telemetry import Exporter
 
+LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
 SERIES = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)\{([^}]*)\}")
 
 
@@ -19,6 +20,14 @@ def scraped(url: str) -> dict[str, frozenset[str]]:
         for line in lines
         if (match := SERIES.match(line))
     }
+
+
+def samples(url: str, name: str) -> list[tuple[dict[str, str], float]]:
+    """The labels and the value of each sample with this name."""
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    matching = [line for line in lines if re.match(rf"{name}[{{ ]", line)]
+    return [(dict(LABEL.findall(line)), float(line.rsplit(" ", 1)[1])) for line in matching]
 
 
 def measure_all(exporter: Exporter) -> None:

@@ -268,7 +268,7 @@ def test_the_collector_takes_what_services_push_and_gives_prometheus_the_labels_
     parts = collector["processors"]["transform/labels"]["metric_statements"]
     statements = {part["context"]: part["statements"] for part in parts}
     labels = re.findall(r'set\(attributes\["(\w+)"\]', " ".join(statements["datapoint"]))
-    assert sorted(labels) == ["process", "run"]
+    assert sorted(labels) == ["lane", "process", "run"]
     # The exporter's `job` is namespace/name, so the namespace goes.
     assert statements["resource"] == ['delete_key(attributes, "service.namespace")']
 

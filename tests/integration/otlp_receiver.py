@@ -24,10 +24,12 @@ class SpanId(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ReceivedSpan:
-    """A finished span, and the service that sent it."""
+    """A finished span, and the service that sent it; `lane` is "" if that serves none."""
 
     service: str
     run: str
+    instance: str
+    lane: str
     name: str
     id: SpanId
     parent: str
@@ -90,6 +92,8 @@ class OtlpReceiver:
                 self._spans[received] = ReceivedSpan(
                     service=str(resource["service.name"]),
                     run=str(resource["run"]),
+                    instance=str(resource["service.instance.id"]),
+                    lane=str(resource.get("lane", "")),
                     name=span.name,
                     id=received,
                     parent=span.parent_span_id.hex(),

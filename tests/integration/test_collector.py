@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(not PROGRAM.is_file(), reason=HOW_TO_GET),
 ]
 
-ADDED = {"run", "process", "job", "instance"}
+ADDED = {"run", "process", "lane", "job", "instance"}
 """Labels of a file of targets; the collector's configuration makes them of the resource."""
 
 
@@ -97,7 +97,12 @@ def until_found(url: str, query: str, *, within_s: float = 60.0) -> list[dict[st
 def test_every_metric_has_the_name_and_labels_of_a_scrape_behind_the_collector(
     pipeline: Pipeline,
 ) -> None:
-    resource = {"service.name": "merger", "run": "r", "service.instance.id": "merger-0"}
+    resource = {
+        "service.name": "merger",
+        "run": "r",
+        "service.instance.id": "merger-0",
+        "lane": "0",
+    }
     direct = exporter_of(
         TelemetrySettings(exporter="prometheus", port=0), service="merger", resource={}
     )

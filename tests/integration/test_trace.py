@@ -103,6 +103,16 @@ def test_every_service_sends_its_spans_and_metrics_under_its_name_and_run(
     assert ("trainer", "forgemq.trainer.step_s") in measured.receiver.metrics
 
 
+def test_a_process_sends_all_under_the_name_and_lane_that_a_scrape_of_it_has(
+    measured: MeasuredRun,
+) -> None:
+    senders = {(span.service, span.instance, span.lane) for span in measured.receiver.spans}
+    assert senders == {
+        *((service, service, "") for service in SENDERS - {"inference"}),
+        ("inference", "inference-0", "0"),
+    }
+
+
 def test_one_trace_holds_a_completion_from_the_gateway_through_the_topics(
     measured: MeasuredRun,
 ) -> None:

@@ -129,8 +129,8 @@ async def scene_of(model: Path) -> AsyncIterator[Scene]:
     configuration = configuration_of(model)
     log = MemoryLog(run="r", clock_ms=wall_ms).open()
     await log.create_topics(partitions_of(configuration))
-    writer = await log.writer()
-    dead_letters = DeadLetters(log, writer, service="gateway")
+    writer, telemetry = await log.writer(), Telemetry(service="gateway")
+    dead_letters = DeadLetters(log, writer, service="gateway", telemetry=telemetry)
     gateways, read_back = owner_of_all(), ReadBack(log, wait_s=0.05)
     clock = SetClock([100.0])
     scene_log: Any = SceneLog(log)
@@ -151,11 +151,11 @@ async def scene_of(model: Path) -> AsyncIterator[Scene]:
                 read_back=read_back,
             ),
             fenced=fenced,
-            lane_changes=LaneChanges(configuration.log, telemetry=Telemetry(service="gateway")),
+            lane_changes=LaneChanges(configuration.log, telemetry=telemetry),
             clock=clock,
             changed=ChangeSignal(),
             tasks=tasks,
-            telemetry=Telemetry(service="gateway"),
+            telemetry=telemetry,
         )
         scene = scene_log.scene = Scene(context, clock, log)
         yield scene

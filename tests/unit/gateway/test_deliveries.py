@@ -18,6 +18,7 @@ from forgemq_gateway.outbox import Outbox
 from forgemq_gateway.ownership import ReadBack
 from forgemq_gateway.wire import ClientGoneError
 from forgemq_shell.dead_letters import DeadLetters
+from forgemq_telemetry.telemetry import Telemetry
 from tests.unit.gateway.completions import completion_of
 from tests.unit.gateway.hindered_log import HinderedLog
 from tests.unit.gateway.scripted_lane import wall_ms
@@ -61,7 +62,12 @@ async def scene_of(model: Any) -> tuple[Scene, list[bytes]]:
     log = HinderedLog(MemoryLog(run="r", clock_ms=wall_ms).open(), hold)
     await log.create_topics(partitions_of(configuration))
     writer: Any = await log.writer()
-    dead_letters = DeadLetters(log, writer, service="gateway")  # type: ignore[arg-type]
+    dead_letters = DeadLetters(
+        log,  # type: ignore[arg-type]
+        writer,
+        service="gateway",
+        telemetry=Telemetry(service="gateway"),
+    )
     read_back = ReadBack(log)  # type: ignore[arg-type]
     fenced = FencedWriter(
         log,  # type: ignore[arg-type]

@@ -15,7 +15,10 @@ from forgemq_contracts.arrays import pack_ids, unpack_floats, unpack_ids
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_shell.clock import now_ms
 from forgemq_telemetry.causes import causes
+from forgemq_telemetry.exporters import exporter_of
+from forgemq_telemetry.settings import TelemetrySettings
 from tests.lane_scene import LaneScene, create_topics, request_id
+from tests.scraped import samples
 
 CONTEXT = [5, 6, 7]
 REQUESTED = topics.REQUESTED_COMPLETIONS.name
@@ -169,6 +172,27 @@ async def test_a_request_past_its_deadline_is_an_error_before_and_in_the_engine(
             records = await scene.finished(count=2, timeout_s=5)
             assert (await scene.report(is_serving=True)).is_serving
     assert [(r.finish_reason, r.error) for r in records] == [("error", "deadline")] * 2
+
+
+async def test_context_tokens_count_when_the_engine_has_answered_as_the_cached_ones_do(
+    base: Path,
+) -> None:
+    exporter = exporter_of(
+        TelemetrySettings(exporter="prometheus", port=0), service="inference", resource={}
+    )
+    assert exporter is not None
+    async with serving(StandInEngine(Speed(latency_s=1.0))) as url:
+        scene = await scene_of(base, url)
+        scene.exporter = exporter
+        async with scene.serving():
+            await scene.report(is_serving=True)
+            await scene.request(1, CONTEXT, deadline_s=0.3)
+            await scene.request(2, CONTEXT)
+            records = await scene.finished(count=2, timeout_s=5)
+    counted = samples(exporter.address, "forgemq_inference_context_tokens_total")
+    exporter.close()
+    assert sorted(record.finish_reason for record in records) == ["error", "stop"]
+    assert [value for _, value in counted] == [len(CONTEXT)]
 
 
 async def test_requests_beyond_the_limit_wait_for_their_turn(base: Path) -> None:

@@ -67,6 +67,21 @@ async def test_every_dead_letter_is_printed_whole_as_a_line_of_json(log):
         "offset": 7,
         "reason": "no record",
         "group": "",
+        "producer": "reward",
         "blob": "",
         "value": base64.b64encode(b"\xff7").decode(),
     }
+
+
+async def test_a_row_names_the_producer_and_the_batch_of_the_bad_record_and_not_of_its_letter():
+    log = MemoryLog(run="r")
+    await log.create_topics(partition_counts(small_run(group_partitions=2)))
+    batches = (("batch", b"reward-1/33"), ("batch", b"merger-1/40"))
+    await (await log.writer()).write(
+        Emit(topic=TOPIC.dlq_name, partition=0, key=b"g", value=b"x", headers=batches)
+    )
+    out = console()
+    await print_letters(log, out)
+    [row] = [line for line in out.file.getvalue().splitlines() if TOPIC.name in line]
+    assert "producer=reward batch=reward-1/33" in row
+    assert "merger" not in row

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_launcher.upkeep.scrape_targets import scrape_targets, write_targets
@@ -50,12 +49,21 @@ def test_a_second_run_has_its_own_ports_and_processes_that_choose_theirs_are_lef
     assert {each.labels["job"] for each in chosen} == {"engine"}
 
 
-@pytest.mark.parametrize("exporter", ["none", "otlp"])
-def test_a_run_that_nobody_scrapes_has_no_file(tmp_path: Path, exporter: str):
+def test_engines_alone_are_there_if_services_push(tmp_path: Path):
+    found = {each.targets[0]: each.labels for each in targets_of(tmp_path, EXPORTER="otlp")}
+    assert {address: labels["lane"] for address, labels in found.items()} == {
+        "127.0.0.1:30000": "0",
+        "other:31000": "1",
+        "other:31001": "1",
+    }
+    assert {labels["job"] for labels in found.values()} == {"engine"}
+
+
+def test_a_run_that_nobody_scrapes_has_no_file(tmp_path: Path):
     path = RunFolder(tmp_path / "runs" / "desk-1").targets_path
     path.parent.parent.mkdir()
     write_targets(path, targets_of(tmp_path, EXPORTER="prometheus"))
     assert len(json.loads(path.read_text())) == 14
-    write_targets(path, targets_of(tmp_path, EXPORTER=exporter))
+    write_targets(path, targets_of(tmp_path, EXPORTER="none"))
     assert not path.exists()
     assert path == tmp_path / "runs" / "scrape_targets" / "desk-1.json"

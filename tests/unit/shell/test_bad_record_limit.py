@@ -15,7 +15,9 @@ def test_a_burst_up_to_the_limit_passes_and_one_more_stops_the_task():
     for _ in range(3):
         limit.count_bad(PLACE, "torn")
     limit.count_bad(OTHER, "torn")
-    with pytest.raises(TooManyBadRecordsError, match=r"4 bad records in a row.*torn"):
+    with pytest.raises(
+        TooManyBadRecordsError, match=r"4 bad records in a row.*BAD_CONSECUTIVE_MAX.*torn"
+    ):
         limit.count_bad(PLACE, "torn")
 
 
@@ -36,7 +38,9 @@ def feed(limit: BadRecordLimit, *, rounds: int, good: int) -> None:
 
 def test_a_lasting_share_above_the_limit_stops_the_task_and_one_below_does_not():
     feed(BadRecordLimit(SETTINGS), rounds=200, good=4)
-    with pytest.raises(TooManyBadRecordsError, match="at most 25% are allowed"):
+    with pytest.raises(
+        TooManyBadRecordsError, match=r"at most 25% are allowed .FORGEMQ_TRANSFORM_BAD_FRACTION_MAX"
+    ):
         feed(BadRecordLimit(SETTINGS), rounds=200, good=2)
 
 

@@ -1,6 +1,8 @@
 """Dead letters: which group they name, and that an edge writes one for each bad record."""
 
 import asyncio
+import io
+import json
 
 import msgspec
 import pytest
@@ -16,9 +18,14 @@ from forgemq_contracts.examples import full
 from forgemq_contracts.messages import Output
 from forgemq_shell.dead_letters import DeadLetters, dead_letter, group_of, letter_of
 from forgemq_shell.records import emit_of
+from forgemq_telemetry.exporters import exporter_of
+from forgemq_telemetry.settings import TelemetrySettings
+from forgemq_telemetry.telemetry import Telemetry
+from tests.scraped import samples
 
 GROUP = "g-0123456789abcdef"
 OPENED = topics.OPENED_EPISODES
+QUIET = Telemetry(service="gateway", stream=io.StringIO())
 
 
 def torn(
@@ -122,9 +129,13 @@ async def log() -> MemoryLog:
     return log
 
 
+async def edge(log: MemoryLog, telemetry: Telemetry = QUIET) -> DeadLetters:
+    return DeadLetters(log, await log.writer(), service="gateway", telemetry=telemetry)
+
+
 async def test_an_edge_writes_one_letter_however_often_it_reads_the_record(log: MemoryLog):
     for _ in range(2):  # Two lives of the service.
-        dead_letters = DeadLetters(log, await log.writer(), service="gateway")
+        dead_letters = await edge(log)
         bad = torn(OPENED, key=b"g-1.0.0")
         assert await dead_letters.write(bad, "why")
         await asyncio.gather(*(dead_letters.write(bad, "why") for _ in range(3)))
@@ -135,6 +146,29 @@ async def test_an_edge_writes_one_letter_however_often_it_reads_the_record(log: 
 
 
 async def test_an_edge_leaves_the_records_of_others_alone(log: MemoryLog):
-    dead_letters = DeadLetters(log, await log.writer(), service="gateway")
+    dead_letters = await edge(log)
     assert not await dead_letters.write(torn(topics.FINISHED_COMPLETIONS, key=b"f" * 32), "why")
     assert await letters(log, dead_letters_of(topics.FINISHED_COMPLETIONS)) == []
+
+
+async def test_an_edge_counts_each_letter_once_and_has_a_line_for_each_bad_record_it_reads(
+    log: MemoryLog,
+):
+    settings = TelemetrySettings(exporter="prometheus", port=0)
+    exporter = exporter_of(settings, service="gateway", resource={})
+    assert exporter is not None
+    lines = io.StringIO()
+    telemetry = Telemetry(service="gateway", exporter=exporter, stream=lines)
+    dead_letters = await edge(log, telemetry)
+    for bad in (torn(OPENED), torn(OPENED), torn(topics.FINISHED_COMPLETIONS)):
+        await dead_letters.write(bad, "why")
+    counted = samples(exporter.address, "forgemq_transform_bad_records_total")
+    telemetry.close()
+    assert [(labels["topic"], value) for labels, value in counted] == [(OPENED.name, 1.0)]
+    said = [json.loads(line) for line in lines.getvalue().splitlines()]
+    skipped = topics.FINISHED_COMPLETIONS.name
+    assert [(line["event"], line["topic"], line["offset"], line["reason"]) for line in said] == [
+        ("bad_record", OPENED.name, 7, "why"),
+        ("bad_record", OPENED.name, 7, "why"),
+        ("bad_record_skipped", skipped, 7, "why"),
+    ]

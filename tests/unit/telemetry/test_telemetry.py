@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from forgemq_telemetry import Telemetry
 from forgemq_telemetry.exporters import OpenTelemetryExporter, exporter_of
 from forgemq_telemetry.settings import TelemetrySettings
+from forgemq_telemetry.telemetry import open_telemetry
 from forgemq_telemetry.traces import (
     completion_trace,
     headers_from_http,
@@ -288,3 +290,19 @@ def test_otlp_sends_spans_and_metrics_before_it_closes():
     (span,) = request.resource_spans[0].scope_spans[0].spans
     assert span.trace_id.hex() == COMPLETION
     assert b"forgemq.transform.batches" in next(b for path, b in received if path == "/v1/metrics")
+
+
+@pytest.mark.parametrize("instance", ["", "merger-1"])
+def test_what_a_process_pushes_has_its_name_or_that_of_its_host_with_its_number(instance: str):
+    """The number alone is that of every other replica in a container."""
+    with collector() as (endpoint, received):
+        settings = TelemetrySettings(exporter="otlp", endpoint=endpoint)
+        telemetry = open_telemetry("merger", run="r", settings=settings, instance=instance)
+        with telemetry.span("merge"):
+            pass
+        telemetry.close()
+    (body,) = (body for path, body in received if path == "/v1/traces")
+    resource = ExportTraceServiceRequest.FromString(body).resource_spans[0].resource
+    found = {each.key: each.value.string_value for each in resource.attributes}
+    own = f"{socket.gethostname()}-{os.getpid()}"
+    assert found["service.instance.id"] == (instance or own)

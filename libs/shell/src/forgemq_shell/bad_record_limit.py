@@ -41,15 +41,16 @@ class BadRecordLimit:
         if seen.bad_in_a_row > limits.bad_consecutive_max:
             raise TooManyBadRecordsError(
                 f"{place.topic}/{place.partition}: {seen.bad_in_a_row} bad records in a row, "
-                f"at most {limits.bad_consecutive_max} are allowed; the last one: {reason}"
+                f"at most {limits.bad_consecutive_max} are allowed "
+                f"(FORGEMQ_TRANSFORM_BAD_CONSECUTIVE_MAX); the last one: {reason}"
             )
         if seen.records >= limits.bad_fraction_over_records and (
             seen.bad > limits.bad_fraction_max * seen.records
         ):
             raise TooManyBadRecordsError(
                 f"{place.topic}/{place.partition}: {seen.bad:.0f} of the last {seen.records:.0f} "
-                f"records are bad, at most {limits.bad_fraction_max:.0%} are allowed; "
-                f"the last one: {reason}"
+                f"records are bad, at most {limits.bad_fraction_max:.0%} are allowed "
+                f"(FORGEMQ_TRANSFORM_BAD_FRACTION_MAX); the last one: {reason}"
             )
 
     def _count(self, place: Place) -> _Seen:

@@ -18,6 +18,7 @@ from forgemq_contracts.dead_letters import DeadLetter
 from forgemq_contracts.fields import EpisodeId, GroupId
 from forgemq_contracts.partitions import group_of_episode
 from forgemq_shell.records import GROUP_HEADER, group_in_header
+from forgemq_telemetry.telemetry import Telemetry
 
 REASON_CHARACTERS_MAX = 500
 """Enough for a validation error with its path; a reason may quote the sender's bytes at length."""
@@ -78,12 +79,14 @@ class DeadLetters:
         log: Read for letters of previous lives.
         writer: Writes the letters.
         service: Letters are written only for topics that the registry gives to this service.
+        telemetry: Gets a line for each bad record, and the count of the letters written.
     """
 
-    def __init__(self, log: Log, writer: Writer, *, service: str) -> None:
+    def __init__(self, log: Log, writer: Writer, *, service: str, telemetry: Telemetry) -> None:
         self._log = log
         self._writer = writer
         self._service = service
+        self._telemetry = telemetry
         self._written: dict[str, set[tuple[int, int]]] = {}
         # Two tasks with the same bad record: the second one must see the letter of the first.
         self._writing = asyncio.Lock()
@@ -95,6 +98,7 @@ class DeadLetters:
             False if another service writes the dead letters of this topic.
         """
         if topics.BY_NAME[record.topic].dead_letters_by != self._service:
+            self._report("bad_record_skipped", record, reason)
             return False
         letter = dead_letter(record, reason)
         async with self._writing:
@@ -104,11 +108,22 @@ class DeadLetters:
             if source not in written:
                 await self._writer.write(letter)
                 written.add(source)
+                self._telemetry.count("transform.bad_records", topic=record.topic)
+        self._report("bad_record", record, reason)
         return True
 
     def forget(self) -> None:
         """Read again which letters there are: another process has written some."""
         self._written.clear()
+
+    def _report(self, event: str, record: Record, reason: str) -> None:
+        self._telemetry.event(
+            event,
+            topic=record.topic,
+            partition=record.partition,
+            offset=record.offset,
+            reason=reason,
+        )
 
     async def _have_letters(self, place: Place) -> set[tuple[int, int]]:
         """Partition and offset of each bad record of a topic that has a letter."""

@@ -149,7 +149,13 @@ def _open_telemetry(name: str, environ: Mapping[str, str]) -> Telemetry:
     settings = parse(TelemetrySettings, prefix="FORGEMQ_TELEMETRY_", environ=environ)
     if settings.exporter == "none":
         return Telemetry(service=name)
-    return open_telemetry(name, run=run_id(environ), settings=settings)
+    return open_telemetry(
+        name,
+        run=run_id(environ),
+        settings=settings,
+        instance=environ.get("FORGEMQ_SERVICE_INSTANCE", ""),
+        lane=environ.get(f"FORGEMQ_{name.upper()}_LANE", ""),
+    )
 
 
 async def _serve(main: Main, environ: Mapping[str, str], telemetry: Telemetry) -> None:

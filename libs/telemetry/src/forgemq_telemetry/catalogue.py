@@ -185,7 +185,7 @@ COUNTERS: dict[CounterName, Metric] = {
     ),
     "inference.output_tokens": Metric("{token}", "Tokens sampled by a lane's engine."),
     "inference.context_tokens": Metric(
-        "{token}", "Context tokens sent to a lane's engine, cached or not."
+        "{token}", "Context tokens of what a lane's engine answered, cached or not."
     ),
     "inference.cached_tokens": Metric(
         "{token}", "Context tokens that an engine did not compute, by tier: where it had them."

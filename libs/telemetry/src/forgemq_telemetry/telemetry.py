@@ -11,6 +11,7 @@ stderr, a metric costs one comparison, and a span only passes its parent's conte
 """
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -185,8 +186,23 @@ def _ending(span: StartedSpan) -> Iterator[Span]:
     span.end(None)
 
 
-def open_telemetry(service: str, *, run: str, settings: TelemetrySettings) -> Telemetry:
+def open_telemetry(
+    service: str,
+    *,
+    run: str,
+    settings: TelemetrySettings,
+    instance: str = "",
+    lane: str = "",
+) -> Telemetry:
     """Telemetry of one process of a run; an event says where its measurements go.
+
+    Args:
+        service: Name on every line and in every exported resource.
+        run: Id of the run.
+        settings: Say which exporter there is.
+        instance: Of this process among those of the service, the same after a restart: what it
+            pushes then goes on in the same series. "": the host's name and the process id.
+        lane: The one that the process serves; "" if it serves none.
 
     Raises:
         SettingsError: the Prometheus port is taken, or the service has no such port.
@@ -197,8 +213,15 @@ def open_telemetry(service: str, *, run: str, settings: TelemetrySettings) -> Te
     from forgemq_telemetry.exporters import exporter_of
 
     resource = {"service.namespace": "forgemq", "service.name": service, "run": run}
+    resource |= {"lane": lane} if lane else {}
     exporter = exporter_of(
-        settings, service=service, resource={**resource, "service.instance.id": str(os.getpid())}
+        settings,
+        service=service,
+        # In a container the process id alone is that of every other replica.
+        resource={
+            **resource,
+            "service.instance.id": instance or f"{socket.gethostname()}-{os.getpid()}",
+        },
     )
     assert exporter is not None
     telemetry = Telemetry(service=service, exporter=exporter)

@@ -53,7 +53,12 @@ def run_agents(environ: Mapping[str, str]) -> int:
         )  # Refused here, and not after the user's code is loaded.
         configuration = read_configuration(settings.configuration)
         domains = load_domains(configuration)
-        telemetry = open_telemetry("agents", run=configuration.run, settings=measured)
+        telemetry = open_telemetry(
+            "agents",
+            run=configuration.run,
+            settings=measured,
+            instance=environ.get("FORGEMQ_SERVICE_INSTANCE", ""),
+        )
     except (SettingsError, UserCodeError, OSError, msgspec.MsgspecError) as error:
         telemetry.event("refused", error=str(error))
         return EXIT_REFUSED

@@ -173,7 +173,7 @@ async def new_context(
         outbox=Outbox(
             writer,
             configuration=configuration,
-            dead_letters=DeadLetters(log, writer, service="gateway"),
+            dead_letters=DeadLetters(log, writer, service="gateway", telemetry=telemetry),
             fenced=fenced,
             read_back=read_back,
         ),

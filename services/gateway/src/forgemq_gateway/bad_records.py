@@ -79,7 +79,7 @@ class BadRecords:
         """
         pauses_s = iter(_PAUSES_S)
         was_ready = self._ready.is_set()
-        while (has_letter := await self._try_to_bury(record, reason=reason)) is None:
+        while not await self._try_to_bury(record, reason=reason):
             self.is_burying = True
             self._ready.clear()
             await asyncio.sleep(next(pauses_s, _PAUSES_S[-1]))
@@ -87,24 +87,20 @@ class BadRecords:
         if was_ready:
             self._ready.set()
         self._telemetry.count("gateway.bad_records")
-        self._event("bad_record" if has_letter else "bad_record_skipped", record, error=reason)
 
-    async def _try_to_bury(self, record: Record, *, reason: str) -> bool | None:
-        """Write the letter: whether this service writes it, or None if the log did not take it."""
+    async def _try_to_bury(self, record: Record, *, reason: str) -> bool:
+        """Write the letter, if this service writes it; False if the log did not take it."""
         try:
-            return await self._outbox.write_dead_letter(record, reason=reason)
+            await self._outbox.write_dead_letter(record, reason=reason)
         except FINAL_ERRORS:
             raise
         except LogError as error:
-            failed = f"{type(error).__name__}: {error}"
-            self._event("dead_letter_failed", record, error=failed)
-            return None
-
-    def _event(self, name: str, record: Record, *, error: str) -> None:
-        self._telemetry.event(
-            name,
-            topic=record.topic,
-            partition=record.partition,
-            offset=record.offset,
-            error=error,
-        )
+            self._telemetry.event(
+                "dead_letter_failed",
+                topic=record.topic,
+                partition=record.partition,
+                offset=record.offset,
+                error=f"{type(error).__name__}: {error}",
+            )
+            return False
+        return True

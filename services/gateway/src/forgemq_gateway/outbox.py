@@ -108,9 +108,9 @@ class Outbox:
         """Read again which dead letters there are, because another gateway has written them."""
         self._dead_letters.forget()
 
-    async def write_dead_letter(self, record: Record, *, reason: str) -> bool:
-        """Write a dead letter for a record that does not decode; False if another service does."""
-        return await self._dead_letters.write(record, reason)
+    async def write_dead_letter(self, record: Record, *, reason: str) -> None:
+        """Write a dead letter for a record that does not decode, unless another service does."""
+        await self._dead_letters.write(record, reason)
 
     def _partition(self, record: Struct) -> int:
         match record:

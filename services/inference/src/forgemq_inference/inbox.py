@@ -91,9 +91,7 @@ class Inbox:
         try:
             decoded = decoded_record(record)
         except msgspec.ValidationError as error:
-            is_written = await self._dead_letters.write(record, f"does not decode: {error}")
-            event = "bad_record" if is_written else "bad_record_skipped"
-            self._telemetry.event(event, topic=record.topic, error=str(error))
+            await self._dead_letters.write(record, f"does not decode: {error}")
             return
         match decoded:
             case RequestedCompletion():

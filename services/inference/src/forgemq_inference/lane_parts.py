@@ -154,7 +154,9 @@ def inbox_of(
         weights=parts.weights,
         duty=duty,
         on_published=parts.attachment.notify_published,
-        dead_letters=DeadLetters(context.log, writer, service="inference"),
+        dead_letters=DeadLetters(
+            context.log, writer, service="inference", telemetry=context.telemetry
+        ),
         queued_max=settings.queued_max,
         telemetry=context.telemetry,
     )

@@ -266,12 +266,12 @@ class Requests:
         if isinstance(body, Refused):
             return refused_completion(request, body, timing=Timing(queued_s, 0.0))
         body["cache_salt"] = self._limits.cache_salt
-        self._telemetry.count("inference.context_tokens", run.context.tokens_count)
         began, paused_s = self.batch.now(), self._pauses.total_s
         answer = await self._ask(body, request, run.attempt)
         waited_s = time.monotonic() - began.at_s - (self._pauses.total_s - paused_s)
         if isinstance(answer, Refused):
             return refused_completion(request, answer, timing=Timing(queued_s, max(0.0, waited_s)))
+        self._telemetry.count("inference.context_tokens", run.context.tokens_count)
         timing = _timing(answer.meta_info, queued_s=queued_s, waited_s=waited_s)
         batch, load = self.batch.mean_since(began), self.batch.load
         timing = timing._replace(alone_s=alone_s(timing.engine_s, batch=batch, load=load))

@@ -34,7 +34,12 @@ async def watch_lanes(context: Context, publisher: Publisher, *, lineage: int) -
     places = [Place(PUBLISHED_WEIGHTS.name, 0)]
     places += [Place(topic.name, n) for topic in (REPORTED_ENGINES, LOADED_WEIGHTS) for n in lanes]
     reader = await context.log.reader(await _last_reports(context.log, places))
-    dead_letters = DeadLetters(context.log, await context.log.writer(), service="trainer")
+    dead_letters = DeadLetters(
+        context.log,
+        await context.log.writer(),
+        service="trainer",
+        telemetry=context.telemetry,
+    )
     clock = asyncio.get_running_loop()
     try:
         while True:

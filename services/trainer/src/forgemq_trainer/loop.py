@@ -110,7 +110,9 @@ class TrainingLoop:
         # From the first record, not from a committed position: `_next` skips the trained steps, and
         # the checkpoint alone decides which ones these are.
         steps = await log.reader(await log.first_positions([Place(SCHEDULED_STEPS.name, 0)]))
-        dead_letters = DeadLetters(log, await log.writer(), service="trainer")
+        dead_letters = DeadLetters(
+            log, await log.writer(), service="trainer", telemetry=self._context.telemetry
+        )
         try:
             while found := await self._next(steps, training.version, dead_letters=dead_letters):
                 scheduled, trace = found

@@ -54,7 +54,7 @@ class TreeSource:
         self._log = log
         self._reader = reader
         self._writer = writer
-        self._dead_letters = DeadLetters(log, writer, service="trainer")
+        self._dead_letters = DeadLetters(log, writer, service="trainer", telemetry=telemetry)
         self._places = tuple(places)
         self._telemetry = telemetry
         self._waiting: dict[str, _Waiting] = {}
@@ -134,7 +134,7 @@ class TreeSource:
         try:
             tree = decoded_record(record)
         except msgspec.ValidationError as error:
-            await self._refuse(record, reason=f"does not decode: {error}")
+            await self._dead_letters.write(record, f"does not decode: {error}")
             return
         assert isinstance(tree, MergedTree)
         # Truncated to whole values: a damaged array must not raise here, but fail its group later.
@@ -142,8 +142,3 @@ class TreeSource:
         self._waiting[tree.group_id] = _Waiting(
             record.place, record.offset, record.value, int(versions.min()) if len(versions) else 0
         )
-
-    async def _refuse(self, record: Record, *, reason: str) -> None:
-        place = f"{record.topic}/{record.partition}@{record.offset}"
-        self._telemetry.event("bad_record", place=place, reason=reason)
-        await self._dead_letters.write(record, reason)

@@ -17,6 +17,7 @@ from forgemq_launcher import exit_status
 from forgemq_launcher.commands.run_on_broker import run_to_read
 from forgemq_launcher.display.lines import say, say_json, show
 from forgemq_launcher.run_folder import RunFolder
+from forgemq_shell.batch import BATCH_HEADER
 from forgemq_shell.dead_letters import letter_of
 
 LETTER_BYTES_SHOWN_MAX = 60
@@ -51,7 +52,7 @@ async def print_letters(log: Log, console: Console) -> int:
         count, newest = 0, deque[_Cells](maxlen=LETTERS_SHOWN_MAX)
         async for records in _letters(log, topic):
             count += len(records)
-            newest.extend(map(_letter_cells, records))
+            newest.extend(_letter_cells(record, topic=topic) for record in records)
         for cells in newest:
             shown.add_row(topic.name, *cells)
         total += count
@@ -80,6 +81,7 @@ async def print_letter_lines(log: Log, console: Console) -> int:
                 reference = reference_of(record)
                 whole = {
                     **msgspec.structs.asdict(letter_of(record)),
+                    "producer": topic.producer,
                     "blob": reference.uri if reference else "",
                     "value": record.value,
                 }
@@ -94,9 +96,15 @@ async def _letters(log: Log, topic: Topic) -> AsyncIterator[list[Record]]:
         yield records
 
 
-def _letter_cells(record: Record) -> _Cells:
+def _letter_cells(record: Record, *, topic: Topic) -> _Cells:
     """Where a dead letter comes from, why it is one, and how it begins."""
-    headers = {name: value.decode(errors="replace") for name, value in record.headers}
+    # The batch that wrote the letter is no property of the bad record, which may have one, too.
+    own = f"{topic.dead_letters_by}-".encode()
+    headers = {"producer": topic.producer} | {
+        name: value.decode(errors="replace")
+        for name, value in record.headers
+        if not (name == BATCH_HEADER and value.startswith(own))
+    }
     reason = headers.pop("reason", "")
     headers = {name: value for name, value in headers.items() if name not in BLOB_HEADERS}
     source = " ".join(f"{name}={value}" for name, value in headers.items())

@@ -25,7 +25,8 @@ class ScrapeTargets(Struct, frozen=True):
 def scrape_targets(specs: Iterable[ServiceSpec], *, run: str) -> tuple[ScrapeTargets, ...]:
     """One for each process that serves metrics, engines with `job` engine; () if none does.
 
-    A process with port 0 is left out: it chooses its port when it starts.
+    A process with port 0 is left out: it chooses its port when it starts. With the exporter otlp
+    services push, so only engines are there.
 
     Raises:
         SettingsError: a setting of the exporter is wrong.
@@ -33,10 +34,10 @@ def scrape_targets(specs: Iterable[ServiceSpec], *, run: str) -> tuple[ScrapeTar
     found = []
     for spec in specs:
         settings = parse(TelemetrySettings, prefix="FORGEMQ_TELEMETRY_", environ=spec.environ)
-        if settings.exporter != "prometheus":
+        if settings.exporter == "none":
             continue
         service = spec.name.split("-")[0]
-        port = metrics_port(service, settings)
+        port = metrics_port(service, settings) if settings.exporter == "prometheus" else 0
         lane = {} if spec.lane is None else {"lane": str(spec.lane)}
         if port:
             labels = {"job": service, "process": spec.name, "run": run, **lane}
