@@ -136,7 +136,7 @@ class PlannedStep(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
         key_bytes_per_token: Keys and values of one token.
         largest: How the largest group of each queue trains.
         tree_tokens: Of the step's trees.
-        flops: Of a forward and a backward of the step's trees, once.
+        flops: Of a forward and a backward of the step's trees, once; with those of a draft head.
         slowest_flops: Of the rank that computes longest, summed over the rounds in which ranks wait
             for one another; with the second forward of blocks and of
             recomputed layers.
@@ -146,9 +146,10 @@ class PlannedStep(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
         kept: What ranks keep between passes: weights include the head, gradients the weights.
         gathered_bytes: Of shards of weights that a rank sends to others, as all of the following.
         reduced_bytes: Of gradients, which are summed into shards.
-        replicated_bytes: Of summed shards, which are summed over the replicas of the model.
-        exchanged_bytes: Keys, values, their gradients and log-probabilities of groups that ranks
-            share, of the rank that sends most.
+        replicated_bytes: Of summed shards, which are summed over the replicas of the model, and of
+            gradients of a draft head, which are summed over all ranks.
+        exchanged_bytes: Keys, values, their gradients, log-probabilities and what a draft head
+            reads of groups that ranks share, of the rank that sends most.
         travelled_bytes: Rows of tokens that leave a rank for experts of others, outputs of its own
             experts that go back, and gradients of both; 0 if each rank runs all experts.
         predicted_bytes: Most bytes at once on a rank, fixed part apart.

@@ -6,6 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from forgemq_contracts.draft_head import HEAD_FILE
+from forgemq_contracts.weight_buckets import header_bytes
 from forgemq_launcher.commands.new_head import write_new_head
 from forgemq_launcher.core.configuration import configuration, document
 from forgemq_launcher.plan.findings import reasons
@@ -48,6 +50,54 @@ def test_a_draft_head_is_planned_as_new_head_writes_it_and_the_trainer_holds_it(
         head_chunk=run.trainer.head_chunk_tokens,
     )
     assert beside.step.least_budget_bytes > alone.step.least_budget_bytes
+    file = (tmp_path / HEAD_FILE).read_bytes()
+    stored = len(file) - header_bytes(file)
+    assert stored == 4 * count
+    assert beside.host.weights_bytes - alone.host.weights_bytes == stored
+    # Four versions and one that is written; the demo keeps fewer checkpoints, and writes one more.
+    checkpoints = (run.trainer.checkpoints_kept + 1) * 12 * count
+    assert beside.host.disk_bytes - alone.host.disk_bytes == 5 * stored + checkpoints
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (4, 1), (4, 2), (4, 4)])
+def test_a_draft_head_adds_its_flops_sums_and_state_to_a_planned_step(ranks: int, replicas: int):
+    folder = ROOT / "deploy/recipes/qwen3-4b"
+    plans = []
+    for guessing in ((), ("speculation.head=h",)):
+        overrides = (
+            f"trainer.world_size={ranks}",
+            f"trainer.shard_ranks={ranks // replicas}",
+            "trainer.memory_budget_bytes=30000000000",
+            *guessing,
+        )
+        run = configuration(
+            document((folder / "maths.toml").read_text(), overrides=overrides),
+            run="r",
+            folder=ROOT,
+        )
+        planned = PlannedRun(
+            configuration=run,
+            config=(folder / "config.json").read_bytes(),
+            machines=TWO_H100,
+            is_budget_named=True,
+        )
+        plans.append(plan_of(planned, answer))
+    alone, beside = plans
+    assert alone.seconds is not None
+    assert beside.seconds is not None
+    count = beside.model.draft_head
+    # docs/fleet.md has this number.
+    assert beside.step.flops / alone.step.flops == pytest.approx(1.18, abs=0.005)
+    assert beside.step.tree_tokens == alone.step.tree_tokens
+    # Gradients in float32, summed over all ranks, each of which gets them whole.
+    summed = beside.step.replicated_bytes - alone.step.replicated_bytes
+    assert summed == 2 * (4 * count * (ranks - 1) // ranks)
+    gpu, share = TWO_H100.device, TWO_H100.bandwidth_share
+    assert gpu is not None
+    moved_s = 2 * 18 * count / (gpu.memory_bytes_per_s * share)
+    assert beside.seconds.update_s - alone.seconds.update_s == pytest.approx(moved_s)
+    published_s = 2 * count / (gpu.network_bytes_per_s * share)
+    assert beside.seconds.publish_s - alone.seconds.publish_s == pytest.approx(published_s)
 
 
 def test_a_family_without_draft_heads_is_said_not_to_fit_with_one():

@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.assignment import Round, plan_rounds
@@ -33,6 +31,7 @@ from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.ranks.sharding import shard
 from tests.unit.trainer.rank_scene import START_DEADLINE_S, WORK_DEADLINE_S, RankPair, RankProcesses
 from tests.unit.trainer.scene import agent_samples, make_model, merge
+from tests.unit.trainer.sent_bytes import SentBytes
 from tests.unit.trainer.test_low_rank import adapted
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(START_DEADLINE_S + 2 * WORK_DEADLINE_S)]
@@ -73,46 +72,6 @@ class Seen:
 
     gradients: Gradients
     sent: tuple[float, float]
-
-
-class _Sent(TorchDispatchMode):
-    """Counts the bytes that this rank sends in collectives, each made in a ring.
-
-    Tokens on their way to experts are counted in `test_ranks_experts.py`.
-    """
-
-    def __init__(self, travelling: ProcessGroup | None) -> None:
-        super().__init__()
-        self.sent_bytes = 0.0
-        self._travelling = travelling
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        name = str(func)
-        if name.startswith("c10d."):
-            boxed = next(each for each in args if isinstance(each, torch.ScriptObject))
-            group = ProcessGroup.unbox(boxed)
-            if self._travelling is not None and group.group_name == self._travelling.group_name:
-                return func(*args, **(kwargs or {}))
-            size = group.size()
-            whole, times = {
-                "c10d._allgather_base_.default": (args[0], 1),
-                "c10d.allgather_.default": (args[0], 1),
-                "c10d._reduce_scatter_base_.default": (args[1], 1),
-                "c10d.reduce_scatter_.default": (args[1], 1),
-                "c10d.allreduce_.default": (args[0], 2),
-                # Nothing in it is for this rank itself.
-                "c10d.alltoall_base_.default": (args[1], size / max(1, size - 1)),
-            }[name]
-            self.sent_bytes += times * _bytes(whole) * (size - 1) / size
-        return func(*args, **(kwargs or {}))
-
-
-def _bytes(tensors: Any) -> int:
-    if isinstance(tensors, torch.Tensor):
-        return tensors.nbytes
-    return sum(map(_bytes, tensors))
 
 
 def _forests(case: Case) -> tuple[Forest, ...]:
@@ -189,7 +148,7 @@ def _of_rank(ranks: Ranks, case: Case) -> dict[str, Seen]:
     if case.has_reference:
         reference = shard(_reference(case), dtype=torch.float64, **spread)
         for kept in Kept:
-            with _Sent(travelling) as sent, reference.gathering.reading(kept):
+            with SentBytes(travelling) as sent, reference.gathering.reading(kept):
                 read = read_rounds(
                     reference.policy, routeless(forests), rounds, peers=ranks, head_chunk=CHUNK
                 )
@@ -199,7 +158,7 @@ def _of_rank(ranks: Ranks, case: Case) -> dict[str, Seen]:
         forests = filled(forests, read)
     for kept in Kept:
         backwards = passes_of(rounds).backwards
-        with _Sent(travelling) as sent, sharded.gathering.update(kept, backwards=backwards):
+        with SentBytes(travelling) as sent, sharded.gathering.update(kept, backwards=backwards):
             forward_backward_rounds(
                 sharded.policy,
                 _objective(case, forests),

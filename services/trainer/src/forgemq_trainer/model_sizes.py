@@ -140,12 +140,14 @@ def gathered_values(model: Any, *, shards: int, expert_ranks: int = 1) -> Gather
 
     experts = [each for each in model.parameters() if id(each) in spread]
     layers = count(decoder.layers.parameters())
+    own_head = 0 if head.weight is embedding.weight else count(head.parameters())
     return GatheredValues(
         layers=layers,
         root=count(decoder.parameters()) - layers,
-        head=0 if head.weight is embedding.weight else count(head.parameters()),
+        head=own_head,
         trained=count(each for each in model.parameters() if each.requires_grad),
         experts=sum(each.numel() for each in experts) // expert_ranks,
         trained_experts=sum(each.numel() for each in experts if each.requires_grad) // expert_ranks,
         holders=shards // expert_ranks,
+        ends=count(embedding.parameters()) + own_head,
     )

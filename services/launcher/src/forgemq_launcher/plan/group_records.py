@@ -21,7 +21,7 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import ScheduledGroup, ScheduledStep, TrainedStep, TrainingMetrics
 from forgemq_contracts.topic import Topic
 from forgemq_contracts.trees import MergedTree
-from forgemq_contracts.weights import LoadedWeights, PublishedWeights
+from forgemq_contracts.weights import LoadedWeights, PublishedHead, PublishedWeights
 from forgemq_launcher.plan.episode_records import (
     EPISODE_ID,
     GROUP_ID,
@@ -154,7 +154,11 @@ def _audited(tree: MergedTree, planned: PlannedQueue) -> AuditedGroup:
 
 
 def step_records(
-    planned: Sequence[PlannedQueue], configuration: RunConfiguration, *, weights_bytes: int
+    planned: Sequence[PlannedQueue],
+    configuration: RunConfiguration,
+    *,
+    weights_bytes: int,
+    head_bytes: int,
 ) -> Iterator[tuple[Topic, Struct]]:
     """The records of one step, besides those of its groups.
 
@@ -162,6 +166,7 @@ def step_records(
         planned: The queues.
         configuration: Of the run.
         weights_bytes: Of the version that the step publishes.
+        head_bytes: Of the draft head that it is published with; 0 without one.
     """
     groups = [group for each in planned for group in [_scheduled(each)] * _groups(each)]
     yield (
@@ -169,12 +174,17 @@ def step_records(
         ScheduledStep(step=VERSION, groups=tuple(groups), staleness_bound=2),
     )
     yield topics.TRAINED_STEPS, _trained(len(groups))
+    blobs = f"file:///runs/{configuration.run}/blobs/weights/{configuration.run}"
+    head_uri = f"{blobs}/heads/1.{VERSION}"
     published = PublishedWeights(
         lineage=1,
         version=VERSION + 1,
         sha256=SHA256,
-        uri=f"file:///runs/{configuration.run}/blobs/weights/{configuration.run}/1.{VERSION}",
+        uri=f"{blobs}/1.{VERSION}",
         size_bytes=weights_bytes,
+        head=PublishedHead(sha256=SHA256, uri=head_uri, size_bytes=head_bytes)
+        if head_bytes
+        else None,
     )
     # Once with the fast path, and again with the durable copy.
     yield topics.PUBLISHED_WEIGHTS, msgspec.structs.replace(published, is_durable=False)

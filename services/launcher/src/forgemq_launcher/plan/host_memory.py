@@ -27,7 +27,7 @@ class HostMemory(Struct, frozen=True, kw_only=True):
         loading_bytes: Memory while the ranks load the model.
         saving_bytes: Memory while the first rank writes a checkpoint.
         services_bytes: Memory of everything besides trainer and GPUs.
-        weights_bytes: One published version, on a disk.
+        weights_bytes: One published version with its draft head, on a disk.
         checkpoint_bytes: One checkpoint with the optimizer's state, on a disk.
         disk_bytes: All versions and checkpoints that are kept, and one of each that is written.
         log_bytes: Of the log over the whole run, on the broker's disk; blobs of open groups apart.
@@ -67,7 +67,10 @@ def host_memory(
     """
     trainer, dtype = configuration.trainer, configuration.model.dtype
     value_bytes = VALUE_BYTES[dtype]
-    weights = published_bytes(configuration, model)
+    weights, head = (
+        published_bytes(configuration, model),
+        published_head_bytes(configuration, model),
+    )
     # AdamW's two moments, and masters if the model is narrower than they are.
     trained = model.trained + model.draft_head
     optimizer = trained * (2 * WIDE_BYTES + (WIDE_BYTES if value_bytes < WIDE_BYTES else 0))
@@ -82,11 +85,11 @@ def host_memory(
         ranks=ranks,
         loading_bytes=_loading_bytes(configuration, model, ranks=ranks) + own,
         # The first rank gathers what is published; each writes its state, one tensor at a time.
-        saving_bytes=gathered + _one_tensor_bytes(model, WIDE_BYTES) + own + budget,
+        saving_bytes=gathered + head + _one_tensor_bytes(model, WIDE_BYTES) + own + budget,
         services_bytes=SERVICES_BYTES,
-        weights_bytes=weights,
+        weights_bytes=weights + head,
         checkpoint_bytes=checkpoint,
-        disk_bytes=(kept + 1) * weights + (trainer.checkpoints_kept + 1) * checkpoint,
+        disk_bytes=(kept + 1) * (weights + head) + (trainer.checkpoints_kept + 1) * checkpoint,
         log_bytes=kept_bytes * trainer.steps,
     )
 
@@ -134,3 +137,8 @@ def published_bytes(configuration: RunConfiguration, model: PlannedModel) -> int
         return weights_bytes(model, configuration.model.dtype)
     projections = model.attention + model.mlp + model.experts
     return int(projections * FP8_BLOCK_BYTES + (model.parameters - projections) * value_bytes)
+
+
+def published_head_bytes(configuration: RunConfiguration, model: PlannedModel) -> int:
+    """Bytes of the draft head that is published with a version; 0 without one."""
+    return model.draft_head * VALUE_BYTES[configuration.model.dtype]

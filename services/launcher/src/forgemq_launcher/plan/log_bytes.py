@@ -56,7 +56,11 @@ class _Books:
 
 
 def step_bytes(
-    planned: Sequence[PlannedQueue], configuration: RunConfiguration, *, weights_bytes: int
+    planned: Sequence[PlannedQueue],
+    configuration: RunConfiguration,
+    *,
+    weights_bytes: int,
+    head_bytes: int = 0,
 ) -> tuple[TopicBytes, ...]:
     """What a step writes, by topic, in the order of the registry.
 
@@ -64,6 +68,7 @@ def step_bytes(
         planned: The queues.
         configuration: Of the run.
         weights_bytes: Of one published version.
+        head_bytes: Of the draft head that is published with it; 0 without one.
     """
     books = _Books(configuration.log.inline_bytes_max)
     for each in planned:
@@ -72,7 +77,9 @@ def step_bytes(
             books.add(topic, record, times=groups)
         for topic, record in episode_records(each):
             books.add(topic, record, times=groups * each.queue.group_size)
-    for topic, record in step_records(planned, configuration, weights_bytes=weights_bytes):
+    for topic, record in step_records(
+        planned, configuration, weights_bytes=weights_bytes, head_bytes=head_bytes
+    ):
         books.add(topic, record, times=1)
     return tuple(
         TopicBytes(

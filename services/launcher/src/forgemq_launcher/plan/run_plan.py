@@ -22,7 +22,12 @@ from forgemq_launcher.plan.engine_memory import EngineMemory, engine_memory
 from forgemq_launcher.plan.episode_records import PlannedQueue
 from forgemq_launcher.plan.episodes import GroupTokens, episode_of, largest_group
 from forgemq_launcher.plan.group_trees import largest_tree, usual_tree
-from forgemq_launcher.plan.host_memory import HostMemory, host_memory, published_bytes
+from forgemq_launcher.plan.host_memory import (
+    HostMemory,
+    host_memory,
+    published_bytes,
+    published_head_bytes,
+)
 from forgemq_launcher.plan.log_bytes import TopicBytes, step_bytes
 from forgemq_launcher.plan.machines import Machines
 from forgemq_launcher.plan.step_seconds import Planned, StepSeconds, step_seconds
@@ -100,7 +105,8 @@ def plan_of(run: PlannedRun, ask: Ask) -> RunPlan:
     gpu = run.machines.device
     engines = () if gpu is None else engine_memory(configuration, model, gpu)
     weights_bytes = published_bytes(configuration, model)
-    log = step_bytes(queues, configuration, weights_bytes=weights_bytes)
+    head_bytes = published_head_bytes(configuration, model)
+    log = step_bytes(queues, configuration, weights_bytes=weights_bytes, head_bytes=head_bytes)
     seconds = None
     if gpu is not None and step.slowest_flops and all(each.cached_tokens for each in engines):
         planned = Planned(
@@ -109,7 +115,7 @@ def plan_of(run: PlannedRun, ask: Ask) -> RunPlan:
             step=step,
             queues=queues,
             engines=engines,
-            weights_bytes=weights_bytes,
+            weights_bytes=weights_bytes + head_bytes,
         )
         seconds = step_seconds(planned, run.machines, gpu)
     host = host_memory(

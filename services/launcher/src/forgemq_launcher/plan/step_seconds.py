@@ -88,8 +88,9 @@ def step_seconds(planned: Planned, machines: Machines, gpu: Gpu) -> StepSeconds:
     sharded = step.gathered_bytes + step.reduced_bytes
     # An expert group is a run of ranks, so it is on one node if it divides a node's GPUs.
     is_apart = has_own_nodes and machines.gpus % configuration.trainer.expert_ranks > 0
-    # Weights, masters, gradients and moments are read, and all but the gradients written.
-    state = STATE_BYTES[dtype] * model.trained / shards
+    # Weights, masters, gradients and moments are read, and all but the gradients written; of a
+    # draft head each rank has all of them.
+    state = STATE_BYTES[dtype] * (model.trained / shards + model.draft_head)
     batch = decode_batch(planned)
     prefill, decode = _rollout(planned, machines, gpu, batch=batch)
     return StepSeconds(

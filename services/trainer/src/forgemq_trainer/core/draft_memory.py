@@ -1,4 +1,4 @@
-"""The bytes that a draft head needs, whose pass over a block comes after the policy's."""
+"""The sizes of a draft head, and the bytes of its pass, which comes after the policy's."""
 
 from dataclasses import dataclass
 
@@ -31,6 +31,21 @@ class DraftShape:
     wide_bytes: int
     depths: int = 1
     gathered_matrices: int = 0
+
+    @property
+    def projection_weights(self) -> int:
+        """Of the projection of embedding and state."""
+        return 2 * self.hidden * self.hidden
+
+    @property
+    def layer_weights(self) -> int:
+        """Of the layer's products."""
+        return self.hidden * (2 * (self.query_size + self.key_size) + 3 * self.mlp_size)
+
+    @property
+    def parameters(self) -> int:
+        """All of the head's own: also the projection's bias and the norm."""
+        return self.projection_weights + self.layer_weights + 2 * self.hidden
 
     @property
     def key_bytes_per_token(self) -> int:

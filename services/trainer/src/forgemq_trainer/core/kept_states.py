@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forgemq_trainer.core.attention.carry import LayoutRun, MakeStore, TeamBlocks
+from forgemq_trainer.core.attention.carry import LayoutRun, MakeStore
 from forgemq_trainer.core.attention.plan import Range
 from forgemq_trainer.core.tree import Forest, Integers
 
@@ -47,7 +47,8 @@ class KeptStates:
         """
         self._runs_twice = len(run.blocks) > 1
         self._team = run.team
-        self._handed = _handed_over(forest, run.team)
+        ranges = () if run.team is None else run.team.ranges
+        self._handed = handed_over(forest.parent_N, ranges)
         self._place_N = _places(forest, run.blocks, self._handed)
         self._states_UH: Tensor | None = None
         if not run.is_whole:
@@ -110,17 +111,19 @@ class KeptStates:
         return self._states_UH
 
 
-def _handed_over(forest: Forest, team: TeamBlocks | None) -> Integers:
-    """Parents of tokens that another rank runs, of the whole layout, ascending."""
-    if team is None:
-        return np.zeros(0, dtype=np.int64)
-    rank_N = np.zeros(forest.token_count, dtype=np.int64)
-    for ranges in team.ranges:
+def handed_over(parent_N: Integers, blocks: Sequence[Sequence[Range]]) -> Integers:
+    """Parents of tokens that another rank runs, of the whole layout, ascending.
+
+    Args:
+        parent_N: Of each token of the layout; below 0 for a root.
+        blocks: The ranks' ranges of each block; none if one rank runs all.
+    """
+    rank_N = np.zeros(len(parent_N), dtype=np.int64)
+    for ranges in blocks:
         for rank, (start, end) in enumerate(ranges):
             rank_N[start:end] = rank
-    is_child_N = forest.parent_N >= 0
-    is_apart_N = is_child_N & (rank_N[forest.parent_N] != rank_N)
-    return np.asarray(np.unique(forest.parent_N[is_apart_N]), dtype=np.int64)
+    is_apart_N = (parent_N >= 0) & (rank_N[parent_N] != rank_N)
+    return np.asarray(np.unique(parent_N[is_apart_N]), dtype=np.int64)
 
 
 def _places(forest: Forest, blocks: Sequence[Range], handed: Integers) -> Integers:

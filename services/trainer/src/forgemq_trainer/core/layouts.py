@@ -27,6 +27,8 @@ class StepTokens:
         weights: FLOPs of a token in the layers' products.
         attention_N: FLOPs of the attention of all tokens before each, and last of all tokens.
         head_N: The same of the head.
+        draft_N: The same of a draft head.
+        draft_read_N: The same of a draft head's forward alone.
         whole_N: The same of everything; whole numbers below 2**63.
         depth_N: Of each token; and last a 0.
     """
@@ -34,13 +36,15 @@ class StepTokens:
     weights: int
     attention_N: Integers
     head_N: Integers
+    draft_N: Integers
+    draft_read_N: Integers
     whole_N: Integers
     depth_N: Integers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeFlops:
-    """FLOPs of each range of a layout.
+    """FLOPs of each range of a layout, with those of a draft head.
 
     Attributes:
         trained_KR: Of a forward and backward.
@@ -67,11 +71,14 @@ class StepLayouts:
         weights = counted[0].weights if counted else 0
         attention_N = _before([each.attention_N for each in counted])
         head_N = _before([each.head_N for each in counted])
+        draft_N = _before([each.draft.trained_N for each in counted])
         self._tokens = StepTokens(
             weights=weights,
             attention_N=attention_N,
             head_N=head_N,
-            whole_N=weights * np.arange(len(head_N)) + attention_N + head_N,
+            draft_N=draft_N,
+            draft_read_N=_before([each.draft.read_N for each in counted]),
+            whole_N=weights * np.arange(len(head_N)) + attention_N + head_N + draft_N,
             depth_N=np.concatenate([*(f.position_N for f in different.values()), [0]]),
         )
 
@@ -102,7 +109,7 @@ class Layout:
         self.token_count = int(count_G.sum())
 
     def flops(self) -> Flops:
-        """Of a forward and backward of all tokens."""
+        """Of a forward and backward of all tokens, without a draft head's."""
         step = self._step
         return Flops(
             weights=float(step.weights * self.token_count),
@@ -138,16 +145,23 @@ class Layout:
         return np.diff(starts_KR.reshape(-1), append=self.token_count).reshape(starts_KR.shape)
 
     def range_flops(self, starts_KR: Integers) -> RangeFlops:
-        """Of these ranges, as in `lengths`."""
+        """Of these ranges, as in `lengths`.
+
+        The forward of a draft head that blocks run once more comes after the policy's last pass;
+        it counts in the pass of the same block in which the policy is read.
+        """
         step, bounds = self._step, np.append(starts_KR, self.token_count)
         shares = forward_shares(self._shape)
         weights = (step.weights * np.diff(bounds)).astype(np.float64)
-        attention = np.diff(self._costs_before(step.attention_N, bounds)).astype(np.float64)
-        head = np.diff(self._costs_before(step.head_N, bounds)).astype(np.float64)
+        attention = self._costs_between(step.attention_N, bounds)
+        head = self._costs_between(step.head_N, bounds)
+        trained = weights + attention + head
         read = weights * shares.weights + attention * shares.attention + head * shares.head
+        if self._shape.draft is not None:
+            trained += self._costs_between(step.draft_N, bounds)
+            read += self._costs_between(step.draft_read_N, bounds)
         return RangeFlops(
-            trained_KR=(weights + attention + head).reshape(starts_KR.shape),
-            read_KR=read.reshape(starts_KR.shape),
+            trained_KR=trained.reshape(starts_KR.shape), read_KR=read.reshape(starts_KR.shape)
         )
 
     def path_counts(self, starts_KR: Integers) -> PathCounts:
@@ -167,6 +181,10 @@ class Layout:
     def _of_groups(self, before_N: Integers) -> Integers:
         """Costs of each group, from those before each token of the step."""
         return np.asarray(before_N[self._last_G] - before_N[self._first_G])
+
+    def _costs_between(self, before_N: Integers, bounds: Integers) -> Floats:
+        """Costs of this layout between each of these tokens, or its end, and the next."""
+        return np.diff(self._costs_before(before_N, bounds)).astype(np.float64)
 
     def _costs_before(self, before_N: Integers, tokens: Integers) -> Integers:
         """Costs of this layout before these of its tokens, or before its end."""

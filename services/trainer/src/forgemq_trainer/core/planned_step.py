@@ -11,6 +11,7 @@ import msgspec
 
 from forgemq_contracts.trainer_plan import PlannedGroup, PlannedStep
 from forgemq_trainer.core.assignment import Round, idle_share
+from forgemq_trainer.core.draft_flops import draft_flops
 from forgemq_trainer.core.expert_traffic import leaving_bytes, row_bytes
 from forgemq_trainer.core.flops import flops_of_tree
 from forgemq_trainer.core.memory import ModelShape
@@ -72,7 +73,11 @@ def planned_step(forests: Sequence[Forest], *, shape: ModelShape, ranks: Ranks) 
     whole_tokens = shape.block_tokens(ranks.budget_bytes, chunk=ranks.head_chunk, is_carried=False)
     # Several groups may share a tree.
     different = {id(forest): forest for forest in forests}
-    costs = {key: flops_of_tree(shape, forest).total for key, forest in different.items()}
+    costs = {
+        key: flops_of_tree(shape, forest).total
+        + float(draft_flops(shape.draft, forest.position_N).trained_N.sum())
+        for key, forest in different.items()
+    }
     plan = PlannedStep(
         whole_tokens=whole_tokens,
         key_bytes_per_token=shape.key_bytes_per_token,

@@ -92,9 +92,12 @@ class TeamPlans:
         self._budget_bytes = budget_bytes
         self._head_chunk = head_chunk
         self._layouts = StepLayouts(forests, shape=shape)
-        flops = [self._layouts.layout((group,)).flops() for group in range(len(forests))]
-        self._costs = [each.total for each in flops]
-        self._reads = [forward_of(each, shape).total for each in flops]
+        start_11 = np.zeros((1, 1), dtype=np.int64)
+        flops = [
+            self._layouts.layout((group,)).range_flops(start_11) for group in range(len(forests))
+        ]
+        self._costs = [float(each.trained_KR.item()) for each in flops]
+        self._reads = [float(each.read_KR.item()) for each in flops]
         self._carried_peaks = shape.peaks(head_chunk, is_carried=True)
         self._teams: dict[tuple[int, tuple[int, ...], int], Team | None] = {}
 

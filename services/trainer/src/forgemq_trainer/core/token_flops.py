@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from forgemq_trainer.core.draft_flops import DraftFlops, draft_flops
 from forgemq_trainer.core.flops import flops
 from forgemq_trainer.core.logprobs import edges_of
 from forgemq_trainer.core.memory import ModelShape
@@ -21,15 +22,17 @@ class TokenFlops:
         weights: Of one token in the layers' products.
         attention_N: Of each token's pairs.
         head_N: Of the rows of the head that continue each token.
+        draft: Of each token in a draft head.
     """
 
     weights: int
     attention_N: Integers
     head_N: Integers
+    draft: DraftFlops
 
 
 def token_flops(shape: ModelShape, forest: Forest) -> TokenFlops:
-    """Of a forest's tokens; they add up to `flops_of_tree`."""
+    """Of a forest's tokens; without a draft head's they add up to `flops_of_tree`."""
     windows = shape.parts.windows
     pairs_N = forest.position_N + 1
     near_N = np.minimum(pairs_N, windows.size) if windows else np.zeros_like(pairs_N)
@@ -42,4 +45,5 @@ def token_flops(shape: ModelShape, forest: Forest) -> TokenFlops:
         weights=int(flops(shape, tokens=1, pairs=0, rows=0).weights),
         attention_N=int(pair) * pairs_N + int(near) * near_N,
         head_N=int(row) * rows_N,
+        draft=draft_flops(shape.draft, forest.position_N),
     )

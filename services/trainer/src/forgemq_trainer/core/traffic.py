@@ -8,6 +8,10 @@ after them. Backward gathers the layers once more, and sums gradients over the S
 The sums over the replicas are made once, in the last backward of an update. What a rank has room
 for, it keeps between the passes of an update (`Kept`).
 
+A draft head is whole on each rank. An update gathers for it the embedding and the head of the
+policy, and sums its gradients over all ranks, each of which gets them whole; a team hands over its
+keys, and the states that it reads, at each of its depths.
+
 Of gathers and sums a rank sends as much as it receives, as in a ring of n ranks: of a gather, or of
 a sum of which each gets a shard, (n - 1) / n of the whole; of a sum that each gets whole, twice
 that. Keys that ranks of a team hand over go from one rank to another.
@@ -20,6 +24,7 @@ from enum import IntEnum
 import numpy as np
 
 from forgemq_trainer.core.assignment import Round, rounds_of
+from forgemq_trainer.core.draft_traffic import draft_bytes
 from forgemq_trainer.core.memory import ModelShape
 from forgemq_trainer.core.microbatches import KEPT_BLOCKS_RATIO
 from forgemq_trainer.core.path_counts import path_counts
@@ -69,6 +74,7 @@ class GatheredValues:
         experts: Of a rank's share of the experts that tokens travel to; no part of the others.
         trained_experts: The same if they have gradients, else 0.
         holders: Ranks that hold the same share.
+        ends: Of the embedding, and of the head if it is not tied: what a draft head uses of them.
     """
 
     layers: int
@@ -78,6 +84,7 @@ class GatheredValues:
     experts: int = 0
     trained_experts: int = 0
     holders: int = 1
+    ends: int = 0
 
     @property
     def total(self) -> int:
@@ -105,9 +112,10 @@ class Traffic:
     Attributes:
         gathered: Of shards of parameters, so that others hold them whole.
         reduced: Of gradients, to be summed into shards.
-        replicated: Of summed shards, to be summed over the replicas.
-        exchanged: Of groups that a team runs together: keys, values, their gradients, and
-            log-probabilities.
+        replicated: Of summed shards, to be summed over the replicas, and of a draft head's
+            gradients, over all ranks.
+        exchanged: Of groups that a team runs together: keys, values, their gradients,
+            log-probabilities, and states that a draft head reads.
     """
 
     gathered: int = 0
@@ -230,10 +238,12 @@ def update_traffic(
         root=passes.backwards,
         head=passes.forwards,
     )
+    ends = values.ends if shape.draft else 0
+    of_draft = shape.draft.parameters * shape.wide_bytes if shape.draft else 0
     gradients = values.trained * shape.wide_bytes
     reductions = 1 if kept >= Kept.GRADIENTS else passes.backwards
     return Traffic(
-        gathered=_share(whole * shape.value_bytes, ranks=grid.shards)
+        gathered=_share((whole + ends) * shape.value_bytes, ranks=grid.shards)
         + _share(
             _expert_values(values, kept=kept, layers=passes.forwards + passes.backwards)
             * shape.value_bytes,
@@ -242,7 +252,8 @@ def update_traffic(
         reduced=_share(reductions * gradients, ranks=grid.shards)
         + _share(reductions * values.trained_experts * shape.wide_bytes, ranks=values.holders),
         replicated=2
-        * _share(_shard_values(values, grid=grid) * shape.wide_bytes, ranks=grid.replicas),
+        * _share(_shard_values(values, grid=grid) * shape.wide_bytes, ranks=grid.replicas)
+        + 2 * _share(of_draft, ranks=grid.ranks),
         exchanged=sum(
             exchanged_bytes(planned, forests, shape=shape, is_trained=True, rank=rank)
             for planned in rounds
@@ -315,10 +326,12 @@ def _sent_bytes(
     # Log-probabilities and entropies of all entries, each from one of the ranks.
     entries = sum(each.entry_count for each in of_team)
     of_entries = 2 * 2 * _share(entries * shape.wide_bytes, ranks=team.size)
-    handed_over = zip(*paths.handed_over(is_trained=is_trained), strict=True)
-    for rank, (keys, gradients) in enumerate(handed_over, start=team.ranks[0]):
+    handed = zip(*paths.handed_over(is_trained=is_trained), strict=True)
+    draft = shape.draft if is_trained else None
+    of_draft = [0] * team.size if draft is None else draft_bytes(draft, of_team, team.blocks)
+    for rank, (keys, gradients) in enumerate(handed):
         sent = of_token * (int(keys) * shape.value_bytes + int(gradients) * shape.wide_bytes)
-        yield rank, sent + of_entries
+        yield team.ranks[0] + rank, sent + of_entries + of_draft[rank]
 
 
 def _gathered_values(
