@@ -276,7 +276,7 @@ def _check_speculation(configuration: RunConfiguration) -> None:
             "speculation.head or speculation.model must be given, and not both: one of them "
             f"guesses, got {speculation.head!r} and {speculation.model!r}"
         )
-    if not speculation.is_trained:
+    if speculation.model:
         _check_small_model(speculation)
 
 

@@ -48,18 +48,22 @@ class Speculation(
         int, Meta(ge=1, description="The head is published with every so many versions.")
     ] = 1
 
-    @property
-    def is_trained(self) -> bool:
-        """Whether the run trains and publishes what guesses: a head, never a small model."""
-        return bool(self.head)
+
+def trained_head(speculation: Speculation | None) -> Speculation | None:
+    """That of a run which trains and publishes a draft head; None of any other run.
+
+    A run without speculation trains none, nor does one in which a small model guesses.
+    """
+    return speculation if speculation is not None and speculation.head else None
 
 
 def unpublished_head(speculation: Speculation | None, *, steps: int) -> str:
     """The warning that a run of so many steps publishes no head of its own; "" if it does."""
-    if speculation is None or not speculation.is_trained or speculation.push_every_steps <= steps:
+    trained = trained_head(speculation)
+    if trained is None or trained.push_every_steps <= steps:
         return ""
     return (
-        f"speculation.push_every_steps is {speculation.push_every_steps}, above trainer.steps, "
+        f"speculation.push_every_steps is {trained.push_every_steps}, above trainer.steps, "
         f"which is {steps}: the head is trained, and engines draft with the one they start with "
         "until the trainer is started again; lower it for engines to get the trained one"
     )

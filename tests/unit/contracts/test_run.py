@@ -25,7 +25,7 @@ from forgemq_contracts.run import (
     Trainer,
 )
 from forgemq_contracts.run_rules import check
-from forgemq_contracts.speculation import Speculation
+from forgemq_contracts.speculation import Speculation, trained_head, unpublished_head
 from forgemq_contracts.stages import Stage, StageDomain
 from forgemq_contracts.updates import Updates
 from forgemq_trainer.core.loss import loss_function
@@ -144,6 +144,17 @@ def test_a_number_that_json_has_not_is_refused_by_its_path(path, changes):
     """The run's record would hold null there, which no service reads as it was meant."""
     with pytest.raises(ValueError, match=rf"^{re.escape(path)}: must be finite, got inf$"):
         check(msgspec.structs.replace(SOUND, **changes))
+
+
+def test_a_run_trains_a_head_if_one_guesses_and_not_if_a_small_model_or_nothing_does():
+    head = Speculation(head="h", push_every_steps=3)
+    assert trained_head(head) is head
+    assert trained_head(Speculation(model="m")) is None
+    assert trained_head(None) is None
+    # Pushed with version 3, which a run of 3 steps makes and one of 2 does not.
+    assert unpublished_head(head, steps=3) == ""
+    assert unpublished_head(head, steps=2).startswith("speculation.push_every_steps is 3, above")
+    assert unpublished_head(Speculation(model="m"), steps=0) == ""
 
 
 @pytest.mark.parametrize("given", [Speculation(), Speculation(head="h", model="m")])

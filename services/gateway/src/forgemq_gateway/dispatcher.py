@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from forgemq_bus.errors import LogError
 from forgemq_contracts.completions import CancelledCompletion, RequestedCompletion
+from forgemq_contracts.speculation import trained_head
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.attempts import Attempts
@@ -51,8 +52,7 @@ class Dispatcher:
         self._tasks = context.tasks
         self._clock = context.clock
         # An engine with a draft head files K/V by pairs of tokens: it reads one more of them again.
-        speculation = context.configuration.speculation
-        self._kept_back_tokens = int(speculation is not None and speculation.is_trained)
+        self._kept_back_tokens = int(trained_head(context.configuration.speculation) is not None)
         self._telemetry = context.telemetry
         self._results: dict[str, Result] = {}
         self._traces: dict[str, Headers] = {}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from forgemq_contracts.engine_report import ModelInfo
 from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.speculation import trained_head
 from forgemq_contracts.weights import EngineLoad
 from forgemq_inference.core.engine_load import EngineMeter
 from forgemq_inference.core.weights import (
@@ -221,9 +222,9 @@ class Attachment:
         if is_base and name != BASE.name:
             await self._engine.name_weights(BASE.name)
         self._weights.note_restarted(served)
-        speculation = self._configuration.speculation
-        if is_base and speculation is not None and speculation.is_trained:
-            start = Path(speculation.head) / WEIGHTS_FILE
+        trained = trained_head(self._configuration.speculation)
+        if is_base and trained is not None:
+            start = Path(trained.head) / WEIGHTS_FILE
             self._weights.note_head(await file_sha256(start))
 
     async def _base_sha256(self, info: ModelInfo) -> str | None:

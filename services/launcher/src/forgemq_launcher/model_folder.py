@@ -103,7 +103,7 @@ def check_draft_folder(speculation: Speculation, *, model: Path) -> None:
     Raises:
         ConfigurationError: naming what is missing or does not fit.
     """
-    if speculation.is_trained:
+    if speculation.head:
         _check_head_folder(Path(speculation.head), model=model)
     else:
         _check_small_model(Path(speculation.model), model=model)

@@ -10,6 +10,7 @@ from forgemq_contracts.lane_engines import every_lane, gpus_of
 from forgemq_contracts.lora import Lora
 from forgemq_contracts.rank_rules import shard_ranks_of
 from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.speculation import trained_head
 from forgemq_contracts.weight_buckets import header_bytes
 from forgemq_launcher.core.configuration import ConfigurationError
 from forgemq_launcher.core.gpus import visible_gpus
@@ -88,8 +89,7 @@ def adapter_parameters_of(folder: Path, lora: Lora) -> int:
 
 def _memory(configuration: RunConfiguration, *, free_bytes: int, device: str) -> Memory:
     folder, lora = Path(configuration.model.path), configuration.lora
-    speculation = configuration.speculation
-    head = speculation.head if speculation else ""
+    trained = trained_head(configuration.speculation)
     whole = parameters_of(folder)
     copies = frozen_copies(lora, device=device, ranks=configuration.trainer.world_size)
     return Memory(
@@ -97,7 +97,7 @@ def _memory(configuration: RunConfiguration, *, free_bytes: int, device: str) ->
         parameters=whole if lora is None else adapter_parameters_of(folder, lora),
         frozen_parameters=copies * whole,
         reference_parameters=whole if configuration.loss.reference_weight else 0,
-        head_parameters=parameters_of(Path(head)) if head else 0,
+        head_parameters=0 if trained is None else parameters_of(Path(trained.head)),
     )
 
 

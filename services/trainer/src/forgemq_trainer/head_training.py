@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.speculation import trained_head
 from forgemq_trainer.core.draft_loss import DraftTotals
 from forgemq_trainer.core.drafting import Drafting, PolicyEnds
 from forgemq_trainer.core.forward import PolicyModel
@@ -50,10 +51,10 @@ def load_head(
         UnsupportedHeadError: it is no head of this policy.
         OSError: its folder holds no head.
     """
-    speculation = configuration.speculation
-    if speculation is None or not speculation.is_trained:
+    trained = trained_head(configuration.speculation)
+    if trained is None:
         return None
-    folder = Path(speculation.head) if checkpoint is None else checkpoint.head_folder
+    folder = Path(trained.head) if checkpoint is None else checkpoint.head_folder
     return HeadTraining(folder, loaded, configuration=configuration, sharing=sharing)
 
 
@@ -77,24 +78,24 @@ class HeadTraining:
         Args:
             folder: Holds it.
             loaded: The policy.
-            configuration: Of the run, which has speculation.
+            configuration: Of the run, which trains a head.
             sharing: None if this process holds the whole policy.
 
         Raises:
             UnsupportedHeadError: it is no head of this policy.
             OSError: the folder holds no head.
         """
-        speculation = configuration.speculation
-        assert speculation is not None
+        trained = trained_head(configuration.speculation)
+        assert trained is not None
         head, self.policy = with_draft_head(
             folder,
             loaded,
-            top_k=speculation.top_k,
+            top_k=trained.top_k,
             gather_ends=None if sharing is None else sharing.gather_ends,
         )
         self._layer, self._model = head.layer, head.model
-        self._speculation = speculation
-        lr = speculation.learning_rate
+        self._settings = trained
+        lr = trained.learning_rate
         self._updater = Updater(head.layer, msgspec.structs.replace(configuration.optimizer, lr=lr))
         self._all_reduce = None if sharing is None else sharing.all_reduce
         self._totals: Sequence[DraftTotals] = ()
@@ -104,7 +105,7 @@ class HeadTraining:
 
     def drafting(self, forests: Sequence[Forest]) -> Drafting:
         """What adds the head's gradients of an update over these forests."""
-        weight = self._speculation.loss_weight
+        weight = self._settings.loss_weight
         drafting = Drafting(self._model, forests, loss_weight=weight)
         # Not the drafting itself: it may hold gathered weights of the policy.
         self._totals = drafting.totals
@@ -124,7 +125,7 @@ class HeadTraining:
         if self._all_reduce is not None:
             self._updater.sum_gradients(self._all_reduce)
         try:
-            grad_norm = self._updater.update(lr=self._speculation.learning_rate)
+            grad_norm = self._updater.update(lr=self._settings.learning_rate)
         except NonFiniteGradientError:
             grad_norm = 0.0
         return DraftMeasures(

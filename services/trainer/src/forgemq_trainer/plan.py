@@ -19,6 +19,7 @@ from forgemq_contracts.draft_head import HeadShape, head_shape, head_tensors
 from forgemq_contracts.lora import Lora
 from forgemq_contracts.rank_rules import shard_ranks_of
 from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.speculation import trained_head
 from forgemq_contracts.topics import MERGED_TREES, decode
 from forgemq_contracts.trainer_plan import (
     AskedModel,
@@ -182,7 +183,7 @@ def step_of(config: Any, asked: AskedStep) -> PlannedStep:  # noqa: ANN401
     check_expert_rows(config, dtype=DTYPES[run.model.dtype])
     check_expert_ranks(config, run.trainer)
     shape = shape_of(config, run, device=asked.device)
-    if run.speculation is not None and run.speculation.is_trained:
+    if trained_head(run.speculation) is not None:
         check_policy(str(config.model_type))
         head, is_sharing = _head_shape(asked.config), run.trainer.world_size > 1
         shape = replace(shape, draft=draft_shape(head, policy=shape, is_sharing=is_sharing))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from forgemq_contracts.lora import publishes_adapters
 from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.speculation import trained_head
 from forgemq_contracts.steps import TrainedStep
 from forgemq_fp8_blocks import NothingToQuantiseError
 from forgemq_settings.environment import SettingsError
@@ -90,8 +91,8 @@ class Store:
         self._base = Path(configuration.model.path)
         self._lora = configuration.lora
         self._reference_sha256 = ""
-        speculation = configuration.speculation
-        self._base_head = Path("" if speculation is None else speculation.head)
+        trained = trained_head(configuration.speculation)
+        self._base_head = Path("" if trained is None else trained.head)
         self._telemetry = telemetry
 
     def newest_checkpoint(self) -> Checkpoint | None:
@@ -156,9 +157,8 @@ class Store:
         `keep_version` makes it durable.
         """
         written = self._write_policy(training, lineage=lineage)
-        speculation = self._configuration.speculation
-        # A small model that guesses is not the trainer's: `_write_head` writes nothing then.
-        if speculation is None or training.version % speculation.push_every_steps:
+        trained = trained_head(self._configuration.speculation)
+        if trained is None or training.version % trained.push_every_steps:
             return written
         return dataclasses.replace(written, head=self._write_head(training, lineage=lineage))
 
@@ -281,7 +281,7 @@ class Store:
         return max(WEIGHTS_KEPT_MIN, self._configuration.trainer.checkpoints_kept)
 
     def _save_head(self, training: Training, *, lineage: int) -> WeightsFolder | None:
-        """Save the draft head durably and remove older ones; None without speculation."""
+        """Save the draft head durably and remove older ones; None if the run trains none."""
         head = self._write_head(training, lineage=lineage)
         return None if head is None else self._keep_head(head)
 

@@ -144,7 +144,7 @@ class Training:
 
     @property
     def head(self) -> HeadTraining | None:
-        """The draft head at `version`; None if the run has no speculation."""
+        """The draft head at `version`; None if the run trains none."""
         return self._model.head
 
     def end(self) -> None:

@@ -31,7 +31,7 @@ class WholeModel:
     With adapters the model is frozen, and the optimizer is theirs.
 
     Attributes:
-        head: None if the run has no speculation.
+        head: None if the run trains none.
     """
 
     def __init__(

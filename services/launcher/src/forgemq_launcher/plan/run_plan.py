@@ -8,6 +8,7 @@ from msgspec import Struct
 from forgemq_contracts import topics
 from forgemq_contracts.domains import context_tokens_max_of
 from forgemq_contracts.run import Queue, RunConfiguration
+from forgemq_contracts.speculation import trained_head
 from forgemq_contracts.trainer_plan import (
     AskedModel,
     AskedStep,
@@ -138,12 +139,11 @@ def plan_of(run: PlannedRun, ask: Ask) -> RunPlan:
 
 
 def _model(run: PlannedRun, ask: Ask) -> PlannedModel:
-    speculation = run.configuration.speculation
     model = ask(
         AskedModel(
             config=run.config,
             lora=run.configuration.lora,
-            has_head=speculation is not None and speculation.is_trained,
+            has_head=trained_head(run.configuration.speculation) is not None,
         )
     )
     if isinstance(model, RefusedPlan):

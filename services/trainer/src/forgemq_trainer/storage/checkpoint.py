@@ -175,7 +175,7 @@ class Checkpoint:
 
     @property
     def head_folder(self) -> Path:
-        """Of its draft head, which is there if the run has speculation."""
+        """Of its draft head, which is there if the run trains one."""
         return self.folder / HEAD_FOLDER
 
     @property
