@@ -4,10 +4,14 @@ Those in which a process is killed are in `test_fleet_kills.py`. Runs with a poo
 weights and with lanes that come and go have files of their own.
 """
 
+from collections.abc import Sequence
+
 import pytest
 from s3fs import S3FileSystem
 
 from forgemq_contracts import topics
+from forgemq_contracts.completions import FinishedCompletion
+from forgemq_contracts.speculation import verified_tokens
 from forgemq_launcher.commands.new_head import write_new_head
 from tests.engine_fixture import ENGINE_MODEL, engine_options, started_engine
 from tests.integration.fleet_run import FleetRun
@@ -32,7 +36,7 @@ def test_a_run_trains_its_draft_head_which_the_engine_guesses_with(
     """A random head, which holds no guess: the engine accepts more of each version's."""
     head = tmp_path / "head"
     write_new_head(ENGINE_MODEL, head, seed=0)
-    steps = 6
+    steps = 12
     fleet = FleetRun.on(kafka_bootstrap, new_run_id(), tmp_path / "run", steps=steps, environ={})
     fleet.play(f"speculation.head={head}", "speculation.learning_rate=5e-3", *trainer)
     # Every version brings another head, in one pause with the policy.
@@ -50,10 +54,25 @@ def test_a_run_trains_its_draft_head_which_the_engine_guesses_with(
     assert points[0]["version"] == 0
     assert points[-1]["version"] >= steps - 3
     assert all(1 <= point["length"] <= 4 and point["verifications"] > 0 for point in points)
-    # Of some hundred tokens a step it learns little: 1.0 under version 0, up to 1.1 later.
-    assert max(point["length"] for point in points[1:]) > points[0]["length"], points
     finished = fleet.records(topics.FINISHED_COMPLETIONS)
     assert all(each.verifications > 0 for each in finished if len(each.output) > 4 * 8)
+    _check_that_guesses_hold(finished)
+
+
+def _check_that_guesses_hold(finished: Sequence[FinishedCompletion]) -> None:
+    """The head of version 0 is random: of 776 passes in three runs no guess held. Later ones learn.
+
+    A single version may have too few passes: the means of two of them, of 50 passes each, may
+    differ either way. So all completions that begin under a version from 3 on count together. If
+    a guess holds in a share p of N passes, that is N p passes with a standard deviation of
+    sqrt(N p (1 - p)). In the three runs 69, 243 and 74 guesses held in 469, 751 and 524 passes.
+    Were p only 0.05 and N 370, at most 1 % of the passes would have one in 1 of 100,000 runs.
+    """
+    trained = [each for each in finished if each.spans and each.spans[0].version >= 3]
+    drafted = [each for each in trained if each.verifications]
+    passes = sum(each.verifications for each in drafted)
+    held = sum(map(verified_tokens, drafted)) - passes
+    assert held > passes / 100 > 1, (held, passes)
 
 
 @pytest.mark.long
