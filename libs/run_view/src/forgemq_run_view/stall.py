@@ -32,7 +32,7 @@ class Patience(Struct, frozen=True, kw_only=True):
     """The least time after which something is waited for too long, in seconds.
 
     Attributes:
-        lanes_s: Without a lane that may sample: an engine on a CPU starts in 1 to 3 minutes.
+        lanes_s: Without a lane that may sample: an engine on a CPU starts in 0.5 to 3 minutes.
         service_s: Reward, merger or scheduler with work before them; graders have their own limit.
         group_s: Without a completion or an end of a group that is played.
         start_s: Until the first lane reports, or a step is trained.

@@ -39,7 +39,7 @@ def run_in_foreground(arguments: Sequence[str]) -> int:
         ),
     )
     try:
-        _print(f"SGLang starts at {server.url} (1-3 minutes), log: {server.log_path}")
+        _print(f"SGLang starts at {server.url} (0.5-3 minutes), log: {server.log_path}")
         server.start()
         waited_s = _wait_healthy(server, stop)
         if waited_s is not None:

@@ -82,7 +82,7 @@ class Engines:
             return f"{len(self._servers())} up"
         waited_s = time.monotonic() - self._started_s
         at = self._phases.get(waiting[0], BEFORE_ALL)
-        return f"starting, {waited_s:.0f} s (1-3 minutes): {at}"
+        return f"starting, {waited_s:.0f} s (0.5-3 minutes): {at}"
 
     def start(self) -> None:
         """Start the processes and return at once; raises EngineServerError if one cannot start."""

@@ -115,7 +115,7 @@ class LaneUpkeep:
         servers = self._engines_of(lane)
         self._engines.add(lane, servers)
         url = servers.serving.url
-        self._note(f"lane {lane} is added; SGLang starts at {url} (1-3 minutes)")
+        self._note(f"lane {lane} is added; SGLang starts at {url} (0.5-3 minutes)")
         return url, servers.prefill.url if servers.prefill else ""
 
     async def _stop(self, lane: int, *, why: str) -> None:

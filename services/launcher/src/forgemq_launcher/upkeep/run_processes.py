@@ -123,7 +123,7 @@ class RunProcesses:
             note=self._note,
         )
         own.start()
-        self._note(f"SGLang starts at {', '.join(own.urls)} (1-3 minutes)")
+        self._note(f"SGLang starts at {', '.join(own.urls)} (0.5-3 minutes)")
 
     async def start_broker(self, *, stop: asyncio.Event) -> bool:
         """Have a broker; returns False if `stop` was set before there was one."""
