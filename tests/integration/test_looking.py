@@ -134,8 +134,11 @@ def test_audit_groups_and_turns_are_printed_as_json_and_nothing_else(put, tool, 
 
     status, printed = tool("inspect", run_id, "--json")
     rows = [msgspec.json.decode(line, type=GroupRow) for line in printed.splitlines()]
-    assert (status, [row.group_id for row in rows]) == (0, [f"g-{index}" for index in range(6)])
-    assert (rows[2].position, rows[2].step, rows[2].completions) == ("trained", 1, 4)
+    # All were written at once, so any of them may be the oldest.
+    by_id = {row.group_id: row for row in rows}
+    assert (status, sorted(by_id)) == (0, [f"g-{index}" for index in range(6)])
+    third = by_id["g-2"]
+    assert (len(rows), third.position, third.step, third.completions) == (6, "trained", 1, 4)
 
     status, printed = tool("inspect", run_id, "g-2", "--json")
     episodes = [msgspec.json.decode(line, type=Trajectory) for line in printed.splitlines()]
