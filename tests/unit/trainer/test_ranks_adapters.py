@@ -55,7 +55,8 @@ def _of_two(
 ) -> tuple[Tensors, Tensors, int]:
     """Gradients of the first update, adapters after all, and how many parameters have moments."""
     whole = adapted(kind, torch.float64, *targets)
-    model = RankModel(ranks, whole, is_shared=is_shared)
+    mesh = ranks.mesh(ranks.world_size)
+    model = RankModel(ranks, whole, configuration, is_shared=is_shared, mesh=mesh)
     updates = begun(model, configuration)
     gradients = _gradients(model.module)
     updates.take(lr=OPTIMIZER.lr)
