@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from forgemq_inference.engine import Engine
-from forgemq_launcher.upkeep.machine import port
+from forgemq_settings.ports import free_port
 from forgemq_sglang_cpu.options import EngineOptions
 from forgemq_sglang_cpu.server import EngineServer
 
@@ -20,7 +20,7 @@ async def real_engines(
     """So many engines with this model, side by side, until the block ends; logs are in `folder`."""
     chosen = EngineOptions() if options is None else options
     servers = [
-        EngineServer(str(model), folder / f"engine-{n}", port=port(_HOST, wanted=0), options=chosen)
+        EngineServer(str(model), folder / f"engine-{n}", port=free_port(_HOST), options=chosen)
         for n in range(count)
     ]
     async with AsyncExitStack() as stack:

@@ -14,10 +14,8 @@ SHARED_MB_MIN = 300.0
 
 
 @pytest.mark.skipif("FORGEMQ_TEST_ENGINE" in os.environ, reason="somebody else started the engine")
-def test_what_sglang_imports_is_in_memory_once_for_all_processes_of_an_engine(
-    engine_url: str,
-) -> None:
-    assert engine_url
+@pytest.mark.usefixtures("engine_url")
+def test_what_sglang_imports_is_in_memory_once_for_all_processes_of_an_engine() -> None:
     started = psutil.Process().children(recursive=True)
     for name in ("sglang::scheduler", "sglang::detokenizer"):
         shared = [shared_mb(each) for each in started if each.name() == name]

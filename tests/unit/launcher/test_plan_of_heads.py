@@ -1,5 +1,6 @@
 """`forgemq plan` of a run with a draft head. The trainer's planner is called in this process."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,12 +12,29 @@ from forgemq_contracts.weight_buckets import header_bytes
 from forgemq_launcher.commands.new_head import write_new_head
 from forgemq_launcher.core.configuration import configuration, document
 from forgemq_launcher.plan.findings import reasons
+from forgemq_launcher.plan.machines import Machines
 from forgemq_launcher.plan.run_plan import PlannedRun, plan_of
 from forgemq_trainer.core.memory import least_budget_bytes
 from forgemq_trainer.draft_head import with_draft_head
 from forgemq_trainer.model import load_model
 from forgemq_trainer.plan import answer
 from tests.unit.launcher.test_plan import DEMO, ROOT, TWO_H100
+
+CPUS = msgspec.structs.replace(TWO_H100, gpu="cpu")
+
+
+def planned_run(
+    file: Path, model: Path, overrides: Sequence[str], *, machines: Machines = TWO_H100
+) -> PlannedRun:
+    """A run file with these overrides, whose memory budget is named."""
+    return PlannedRun(
+        configuration=configuration(
+            document(file.read_text(), overrides=overrides), run="r", folder=ROOT
+        ),
+        config=(model / "config.json").read_bytes(),
+        machines=machines,
+        is_budget_named=True,
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -27,16 +45,9 @@ def test_a_draft_head_is_planned_as_new_head_writes_it_and_the_trainer_holds_it(
     plans = []
     for guessing in ((), (f"speculation.head={tmp_path}",)):
         overrides = (f"trainer.world_size={ranks}", *guessing)
-        run = configuration(
-            document((DEMO / "run.toml").read_text(), overrides=overrides), run="r", folder=ROOT
-        )
-        planned = PlannedRun(
-            configuration=run,
-            config=(DEMO / "model" / "config.json").read_bytes(),
-            machines=msgspec.structs.replace(TWO_H100, gpu="cpu"),
-            is_budget_named=True,
-        )
+        planned = planned_run(DEMO / "run.toml", DEMO / "model", overrides, machines=CPUS)
         plans.append(plan_of(planned, answer))
+    run = planned.configuration
     alone, beside = plans
     assert (alone.trainer.head_bytes, beside.trainer.head_bytes) == (0, 16 * count)
     assert beside.trainer.state_bytes == alone.trainer.state_bytes
@@ -70,17 +81,7 @@ def test_a_draft_head_adds_its_flops_sums_and_state_to_a_planned_step(ranks: int
             "trainer.memory_budget_bytes=30000000000",
             *guessing,
         )
-        run = configuration(
-            document((folder / "maths.toml").read_text(), overrides=overrides),
-            run="r",
-            folder=ROOT,
-        )
-        planned = PlannedRun(
-            configuration=run,
-            config=(folder / "config.json").read_bytes(),
-            machines=TWO_H100,
-            is_budget_named=True,
-        )
+        planned = planned_run(folder / "maths.toml", folder, overrides)
         plans.append(plan_of(planned, answer))
     alone, beside = plans
     assert alone.seconds is not None
@@ -102,17 +103,7 @@ def test_a_draft_head_adds_its_flops_sums_and_state_to_a_planned_step(ranks: int
 
 def test_a_family_without_draft_heads_is_said_not_to_fit_with_one():
     folder = ROOT / "deploy/recipes/minimax-m2"
-    run = configuration(
-        document(next(folder.glob("*.toml")).read_text(), overrides=("speculation.head=h",)),
-        run="r",
-        folder=ROOT,
-    )
-    planned = PlannedRun(
-        configuration=run,
-        config=(folder / "config.json").read_bytes(),
-        machines=TWO_H100,
-        is_budget_named=False,
-    )
+    planned = planned_run(next(folder.glob("*.toml")), folder, ("speculation.head=h",))
     found = reasons(planned, plan_of(planned, answer))
     said = "the trainer refuses it: speculation must be left out for a model of type minimax_m2"
     assert [reason for reason in found if reason.startswith(said)]
