@@ -2,8 +2,9 @@
 
 The engine serves the demo's model. `over_new_processes` compares with SGLang's own way in the same
 run: there each of its processes is a new Python that imports SGLang again. CPU time is that of all
-its processes until the engine answers; memory counts pages that they share once. Both are the least
-of some starts, as others use the machine.
+its processes until the engine answers; memory counts pages that they share once, and only a part of
+those that they share with others, so nothing else should use the same libraries meanwhile. Both are
+the least of some starts, as others use the machine.
 """
 
 import os

@@ -48,7 +48,7 @@ def engine_model() -> Path:
 def engine_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real engine; FORGEMQ_TEST_ENGINE names one that is running already.
 
-    Its start takes 17-155 s, in the setup of the first test that asks for it.
+    Its start takes 12-155 s, in the setup of the first test that asks for it.
     """
     if running := os.environ.get("FORGEMQ_TEST_ENGINE"):
         yield running

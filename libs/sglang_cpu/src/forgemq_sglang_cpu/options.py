@@ -13,7 +13,7 @@ from forgemq_sglang_cpu.plugin import FP8_BLOCKS_VARIABLE, WEIGHT_GROUP_TIMEOUT_
 from forgemq_sglang_cpu.pool import EnginePool, arguments
 
 MEMORY_BYTES_MIN = 3 * 2**30
-"""On a CPU three processes take 1.2 GB when they answer, with a small model, and more with work."""
+"""On a CPU three processes take 1.7 GB when they answer, with a small model, and more with work."""
 
 
 class _TextConfig(Struct, frozen=True):

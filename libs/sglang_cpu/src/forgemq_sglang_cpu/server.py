@@ -37,7 +37,7 @@ Progress: TypeAlias = Callable[[float, str], None]
 LOG_TAIL_LINES = 15  # A Python traceback's end, with its error.
 _LOG_LINE_CHARACTERS_MAX = 400  # SGLang logs all its options in a line of 20,000.
 _LOG_TAIL_BYTES = 64 * 1024  # LOG_TAIL_LINES of 4 KiB each.
-_POLL_S = 0.5  # A start takes 17 s at least.
+_POLL_S = 0.5  # A start takes 12 s at least.
 _PROGRESS_EVERY_S = 2.0  # Often enough for a person who watches.
 _KILLED_WITHIN_S = 10.0  # The kernel frees several GB of each process.
 _GONE_POLL_S = 0.05  # Often: a stop waits for it.
@@ -152,7 +152,7 @@ class EngineServer:
     def wait_healthy(self, *, timeout_s: float = 600.0, progress: Progress | None = None) -> float:
         """Wait until /health answers; returns the seconds waited.
 
-        Takes 17-155 s on two CPU cores, by what else they do; most of it is imports.
+        Takes 12-155 s on two CPU cores, by what else they do; most of it is imports.
 
         Raises:
             EngineServerError: the server ended, or did not answer in time.
