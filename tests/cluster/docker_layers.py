@@ -11,6 +11,7 @@ import platform
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import docker
 from msgspec import Struct
@@ -96,7 +97,7 @@ class Images:
         return chain
 
 
-def folder_of(mounts: Sequence[Mapping[str, object]]) -> str:
+def folder_of(mounts: Sequence[Mapping[str, Any]]) -> str:
     """Where a new snapshot keeps its files, by the mounts that would show it."""
     (mount,) = mounts
     for option in map(str, mount["Options"]):

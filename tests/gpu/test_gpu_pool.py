@@ -44,11 +44,11 @@ def pooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pooled]:
     )
     with ExitStack() as stack:
         # One after the other: each takes its share of the memory that is free by then.
-        urls = [
+        first, second = (
             stack.enter_context(started_engine(tmp_path_factory.mktemp("engine"), options))
             for _ in range(2)
-        ]
-        yield Pooled(*urls, folder)
+        )
+        yield Pooled(first, second, folder)
 
 
 async def test_an_engine_finds_what_another_computed_until_both_have_new_weights(

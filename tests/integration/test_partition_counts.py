@@ -107,7 +107,9 @@ async def test_a_run_is_given_room_for_more_lanes_and_a_service_that_is_up_asks_
     layout = msgspec.structs.replace(run.configuration.log, lanes_max=3)
     wider = msgspec.structs.replace(run.configuration, log=layout)
     blobs = (tmp_path / "blobs").as_uri()
-    started = await create_run(wider, {"FORGEMQ_KAFKA": kafka_bootstrap}, blobs=blobs)
+    started = await create_run(
+        wider, {"FORGEMQ_KAFKA": kafka_bootstrap}, blobs=blobs, say=lambda line: None
+    )
     assert started.changes == ("log.lanes_max: None -> 3",)
     topic = f"{run.configuration.run}.{LANES}"
     (described,) = await admin.describe_topics([topic])

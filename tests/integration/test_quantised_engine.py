@@ -236,9 +236,9 @@ async def test_8_bit_blocks_come_as_what_changed(
             await scene.request(version, CONTEXT, max_tokens=24)
             await scene.finished(count=version, timeout_s=60)
         first, second = await scene.finished()
-    for record, model, version in ((first, trained, 1), (second, nudged, 2)):
-        assert record.spans[0].version == version
-        check_rounded(record, model, CONTEXT)
+    for completion, model, version in ((first, trained, 1), (second, nudged, 2)):
+        assert completion.spans[0].version == version
+        check_rounded(completion, model, CONTEXT)
 
 
 async def test_an_engine_that_holds_weights_in_full_is_refused_by_name(

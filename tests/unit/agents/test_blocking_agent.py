@@ -11,7 +11,7 @@ import pytest
 from forgemq_agents.app import play_run
 from forgemq_agents.settings import AgentsSettings
 from forgemq_agents.user_code import DomainCode
-from forgemq_contracts.admin import FinishRequest
+from forgemq_contracts.admin import FinishRequest, Lease
 from forgemq_contracts.run import Evaluation
 from forgemq_telemetry.telemetry import Telemetry
 from tests.memory_gateway import MemoryGateway
@@ -32,7 +32,7 @@ class TimedGateway(MemoryGateway):
         super().__init__(**settings)
         self.heard_s: dict[str, list[float]] = {}
 
-    async def renew_lease(self, episode_id: str) -> object:
+    async def renew_lease(self, episode_id: str) -> Lease:
         self.heard_s.setdefault(episode_id, []).append(time.monotonic())
         return await super().renew_lease(episode_id)
 

@@ -1,6 +1,7 @@
 """The tool loop's contexts: who cuts, what the model sees after it, and what is recorded of it."""
 
 import json
+from typing import Any
 
 from forgemq_agents.completion import Completion
 from forgemq_agents.contexts import (
@@ -48,7 +49,10 @@ class Model:
         self.cuts.append(tuple(cuts))
         said = next(self._said)
         number = len(self.heard)
-        message = {"role": "assistant", "content": said if isinstance(said, str) else None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": said if isinstance(said, str) else None,
+        }
         if isinstance(said, dict):
             message["tool_calls"] = [
                 {

@@ -72,7 +72,7 @@ class UnsteadyLog(MemoryLog):
 
     draws: random.Random | None = None
 
-    async def reader(self, *arguments, **options) -> UnsteadyReader:
+    async def reader(self, *arguments, **options) -> UnsteadyReader:  # type: ignore[override]
         return UnsteadyReader(await super().reader(*arguments, **options), self.draws)
 
 

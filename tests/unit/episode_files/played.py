@@ -24,7 +24,7 @@ SYSTEM = {"role": "system", "content": "You keep a shop."}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "Two apples?"}]}
 TOOL = {"role": "tool", "tool_call_id": "call_a_0", "content": "3 apples"}
 TOOLS = '[{"type":"function","function":{"name":"look","parameters":{}}}]'
-REPLIES = {
+REPLIES: dict[str, dict[str, Any]] = {
     A: {"role": "assistant", "content": None, "tool_calls": [CALL]},
     B: {"role": "assistant", "content": "Yes.", "reasoning_content": "Three are there."},
     LOST: {"role": "assistant", "content": "Maybe."},

@@ -213,7 +213,7 @@ class World:
         self, key: str = "k1", *, temperature: float | None = None, version: int = 0
     ) -> str:
         """Open a group: an agent requests it and the scheduler admits it."""
-        body = {"domain": "shop", "idempotency_key": key, "task": {"n": 1}}
+        body: dict[str, Any] = {"domain": "shop", "idempotency_key": key, "task": {"n": 1}}
         if temperature is not None:
             body["temperature"] = temperature
         answer = await self.admin("POST", "/v1/groups", body)

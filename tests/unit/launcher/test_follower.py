@@ -138,10 +138,11 @@ async def test_records_that_do_not_decode_are_skipped():
 def over(number: int, topic: Topic) -> Output:
     """The record that a group has failed, or that it was merged to train."""
     fields = {"group_id": f"g-{number}", "domain": DOMAIN, "purpose": "train"}
-    if topic is RETIRED_GROUPS:
-        record = RetiredGroup(**fields, reason="failed", detail="why")
-    else:
-        record = MergedGroup(**fields, partition=0)
+    record = (
+        RetiredGroup(**fields, reason="failed", detail="why")
+        if topic is RETIRED_GROUPS
+        else MergedGroup(**fields, partition=0)
+    )
     return Output(topic=topic.name, partition=0, record=record)
 
 

@@ -19,8 +19,16 @@ from forgemq_rendering.pieces import Pieces, StandIns
 from forgemq_rendering.tokenizer import FolderTokenizer
 from tests.unit.rendering.folders import write_model_folder
 
-FAMILIES = ("default", "qwen3", "qwen3.5", "glm-4.5", "kimi-k2", "minimax-m2")
-FAMILIES += ("llama-3", "deepseek-v3")
+FAMILIES = (
+    "default",
+    "qwen3",
+    "qwen3.5",
+    "glm-4.5",
+    "kimi-k2",
+    "minimax-m2",
+    "llama-3",
+    "deepseek-v3",
+)
 
 CONTROL = (
     "[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|> <arg_key> </arg_key> "

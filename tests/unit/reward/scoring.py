@@ -23,7 +23,9 @@ def feed(core: RewardCore, records: Sequence[msgspec.Struct]) -> list[ScoredGrou
         outputs = core.handle(message)
         core._check()
         assert all((o.topic, o.partition) == ("scored-groups-v1", 3) for o in outputs)
-        scored += [output.record for output in outputs]
+        for output in outputs:
+            assert isinstance(output.record, ScoredGroup)
+            scored.append(output.record)
     return scored
 
 

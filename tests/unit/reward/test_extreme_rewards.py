@@ -52,6 +52,7 @@ def scored_by(core: RewardCore, graded: list[GradedEpisode]) -> ScoredGroup:
             Message(topic="", partition=0, offset=0, timestamp_ms=0, record=record)
         )
     [output] = outputs
+    assert isinstance(output.record, ScoredGroup)
     return output.record
 
 
@@ -65,7 +66,9 @@ def merged(scored: ScoredGroup) -> MergedGroup:
         for place, completion in enumerate(scored.completions)
     )
     outputs = core.handle(message(msgspec.structs.replace(scored, completions=completions)))
-    return outputs[-1].record
+    summary = outputs[-1].record
+    assert isinstance(summary, MergedGroup)
+    return summary
 
 
 def outcomes(*values: float) -> list[GradedEpisode]:

@@ -24,10 +24,10 @@ def cut_records(**changes) -> tuple[list[Message], FinishedCompletion, FinishedC
         if isinstance(each.record, FinishedCompletion) and each.record.episode_id == "g-0.0.0"
     ]
     first, second = messages
+    assert isinstance(first.record, FinishedCompletion)
+    assert isinstance(second.record, FinishedCompletion)
     part = msgspec.structs.replace(second.record.turn, is_fork=True, **changes)
-    forked = msgspec.structs.replace(
-        second.record, turn=part, shared_prefix_tokens=2, context=second.record.context
-    )
+    forked = msgspec.structs.replace(second.record, turn=part, shared_prefix_tokens=2)
     return [first, msgspec.structs.replace(second, record=forked)], first.record, forked
 
 

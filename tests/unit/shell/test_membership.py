@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forgemq_bus.log import Place, Reader, Record
+from forgemq_bus.log import READ_BYTES_MAX, Place, Reader, Record
 from forgemq_bus.memory import MemoryLog
 from forgemq_bus.payloads import reference_of
 from forgemq_contracts import topics
@@ -32,12 +32,15 @@ class StalledReader:
 
     def __init__(self, reader: Reader) -> None:
         self.position = reader.position
+        self.seek = reader.seek
         self.pause = reader.pause
         self.resume = reader.resume
         self.close = reader.close
 
-    async def read(self, *, timeout_s: float, records_max: int) -> list[Record]:
-        del timeout_s, records_max
+    async def read(
+        self, *, timeout_s: float, records_max: int, bytes_max: int = READ_BYTES_MAX
+    ) -> list[Record]:
+        del timeout_s, records_max, bytes_max
         await asyncio.Event().wait()
         raise AssertionError("an event that nobody sets")
 

@@ -62,7 +62,7 @@ def _grow(samples: Sequence[Sample]) -> tuple[_Node, list[list[_Node]]]:
         for token in sample.tokens:
             if token not in node.children:
                 node.children[token] = _Node(token, node)
-                above = node
+                above: _Node | None = node
                 while above is not None:
                     above.below += 1
                     above = above.parent

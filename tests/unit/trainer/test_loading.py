@@ -135,8 +135,8 @@ GATE = "model.layers.1.mlp.experts.2.gate_proj.weight"
 NORM = "model.layers.0.input_layernorm.weight"
 
 
-def _without(name: str) -> Callable[[Tensors], None]:
-    return lambda tensors: tensors.pop(name) is None
+def _without(name: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.pop(name)
 
 
 def _with(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[Tensors], None]:

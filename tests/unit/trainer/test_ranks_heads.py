@@ -174,9 +174,9 @@ def test_two_ranks_train_the_head_that_one_trains(
     for ours, theirs in zip(found, expected, strict=True):
         for field in ("draft_loss", "draft_grad_norm", "draft_overlap"):
             assert getattr(ours, field) == pytest.approx(getattr(theirs, field), rel=rel), field
-    ours, theirs = (_head(life, 0) for life in (two, one))
-    assert ours.keys() == theirs.keys()
-    assert _worst(ours, theirs) <= (1e-4 if dtype == "float32" else 5e-2)
+    head_of_two, head_of_one = (_head(life, 0) for life in (two, one))
+    assert head_of_two.keys() == head_of_one.keys()
+    assert _worst(head_of_two, head_of_one) <= (1e-4 if dtype == "float32" else 5e-2)
 
 
 def test_ranks_go_on_with_a_head_to_the_same_bytes_and_one_goes_on_with_theirs(
