@@ -32,6 +32,7 @@ NOT_IN_THE_TREE = {
     "configuration.json",
     "pass_at_k.json",
     "report.json",
+    "tasks.json",
     "learning.json",
     "blobs/weights",
 }

@@ -10,7 +10,8 @@ import msgspec
 from msgspec import Struct
 
 from forgemq_agents.byte_order_mark import skip_mark
-from forgemq_agents.core.conversations import LINE_BYTES_MAX, ConversationError
+from forgemq_agents.core.conversations import LINE_BYTES_MAX, ConversationError, conversation_of
+from forgemq_agents.errors import TaskFileError
 
 if TYPE_CHECKING:
     from forgemq_episode_files.rows import EpisodeRow
@@ -55,6 +56,27 @@ def entries(path: Path) -> Iterator[FileEntry]:
         return
     for file in _parquet_files(path):
         yield from _rows(file)
+
+
+def read_conversations(path: Path) -> list[Any]:
+    """The conversations of a file, or of the files of a folder, as tasks of `supervised.play`.
+
+    Raises:
+        TaskFileError: naming the file, the line or row, the field and the rule.
+    """
+    found: list[Any] = []
+    try:
+        for entry in entries(path):
+            if entry.fault:
+                raise TaskFileError(f"{entry.place}: {entry.fault}")
+            try:
+                conversation_of(entry.line)
+            except ConversationError as error:
+                raise TaskFileError(f"{entry.place}: {error}") from error
+            found.append(msgspec.json.decode(entry.line))
+    except (ConversationError, OSError) as error:
+        raise TaskFileError(str(error)) from error
+    return found
 
 
 def entry_count(path: Path) -> int:

@@ -1,16 +1,13 @@
 """Plays finished conversations of a supervised domain: the model reads each of their replies."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from forgemq_agents.completion import Message
-from forgemq_agents.conversation_files import entries
-from forgemq_agents.core.conversations import ConversationError, conversation_of
+from forgemq_agents.core.conversations import conversation_of
 from forgemq_agents.episode import Episode
-from forgemq_agents.errors import TaskFileError
 
 
 async def play(episode: Episode) -> None:
@@ -50,24 +47,3 @@ def _answering(message: Message, call_ids: Mapping[str, str]) -> Message:
         return message
     own = message["tool_call_id"]
     return {**message, "tool_call_id": call_ids.get(own, own)}
-
-
-def read_conversations(path: Path) -> list[Any]:
-    """The conversations of a file, or of the files of a folder, as tasks of `play`.
-
-    Raises:
-        TaskFileError: naming the file, the line or row, the field and the rule.
-    """
-    found: list[Any] = []
-    try:
-        for entry in entries(path):
-            if entry.fault:
-                raise TaskFileError(f"{entry.place}: {entry.fault}")
-            try:
-                conversation_of(entry.line)
-            except ConversationError as error:
-                raise TaskFileError(f"{entry.place}: {error}") from error
-            found.append(msgspec.json.decode(entry.line))
-    except (ConversationError, OSError) as error:
-        raise TaskFileError(str(error)) from error
-    return found

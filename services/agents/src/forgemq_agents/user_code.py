@@ -2,10 +2,9 @@
 
 import importlib
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from forgemq_agents import environment_agent, supervised
@@ -13,7 +12,8 @@ from forgemq_agents.core.samplers import READY, Sampler
 from forgemq_agents.environment_agent import UnplayableError
 from forgemq_agents.episode import Episode
 from forgemq_agents.errors import TaskFileError
-from forgemq_agents.task_file import TaskFile, read_tasks, repeated
+from forgemq_agents.file_tasks import FileTasks, pool_refusal, tasks_in_files
+from forgemq_agents.task_file import TaskFile
 from forgemq_contracts.environments import EXTRA, environment_of
 from forgemq_contracts.fields import Source
 from forgemq_contracts.queues import supplied_queues
@@ -23,10 +23,6 @@ from forgemq_settings.user_code import add_code_paths
 TaskSource = Callable[..., Any]
 """(seed, domain, number) -> task; in a stage that gives a difficulty, with `difficulty=` too."""
 Play = Callable[[Episode], Awaitable[None]]
-
-
-_SHOWN_CHARACTERS = 200
-"""Of a task in an error."""
 
 
 class UserCodeError(ValueError):
@@ -108,11 +104,8 @@ def _domain_code(queue: Queue, evaluation: Evaluation) -> DomainCode:
     if pool is None:
         assert isinstance(source, TaskFile), "a pool without a size is a file or a data set"
         pool = source.count
-    if pool > evaluation.task_offset:
-        raise UserCodeError(
-            f"{field}.curriculum: its pool has {pool} tasks, and evaluation.task_offset must be at "
-            f"least that: tasks are held out from there on, got {evaluation.task_offset}"
-        )
+    if why := pool_refusal(queue, evaluation, pool):
+        raise UserCodeError(why)
     return DomainCode(task_source=source, play=play, sampler=sampler, pool=pool)
 
 
@@ -129,60 +122,20 @@ def _environment(name: str, queue: Queue, evaluation: Evaluation) -> tuple[Play,
 
 def _supervised_code(queue: Queue, evaluation: Evaluation) -> DomainCode:
     """Finished conversations, pass by pass; they are in no round of evaluation."""
-    field = f"queues.{queue.domain}.task_file"
-    try:
-        conversations = supervised.read_conversations(Path(queue.task_file))
-    except TaskFileError as error:
-        raise UserCodeError(f"{field}: {error}") from error
-    if not conversations:
-        raise UserCodeError(f"{field}: {queue.task_file} has no conversation")
-    source = TaskFile(conversations, (), evaluation=evaluation)
+    source = TaskFile(_file_tasks(queue, evaluation).training, (), evaluation=evaluation)
     return DomainCode(task_source=source, play=supervised.play, source="import")
 
 
 def _task_file(queue: Queue, evaluation: Evaluation) -> TaskFile:
-    name = f"queues.{queue.domain}"
-    training = _tasks(
-        queue.task_file, queue.task_split, usual_split="train", field=f"{name}.task_file"
-    )
-    held_out = []
-    if queue.held_out_file:
-        field = f"{name}.held_out_file"
-        held_out = _tasks(
-            queue.held_out_file, queue.held_out_split, usual_split="test", field=field
-        )
-        _check_apart(training, held_out, field=field)
-    if len(held_out) < evaluation.tasks:
-        raise UserCodeError(
-            f"{name}.held_out_file: {queue.held_out_file} has {len(held_out)} tasks, and "
-            f"evaluation.tasks is {evaluation.tasks}"
-        )
-    return TaskFile(
-        training,
-        held_out,
-        evaluation=evaluation,
-        is_pool=queue.curriculum is not None,
-    )
+    found, is_pool = _file_tasks(queue, evaluation), queue.curriculum is not None
+    return TaskFile(found.training, found.held_out, evaluation=evaluation, is_pool=is_pool)
 
 
-def _check_apart(training: Sequence[Any], held_out: Sequence[Any], *, field: str) -> None:
-    both = repeated(held_out, training=training)
-    if both:
-        raise UserCodeError(
-            f"{field}: {len(both)} of its {len(held_out)} tasks are among those of task_file, "
-            f"which train; the first is task {both[0]}, counted from 0: "
-            f"{str(held_out[both[0]])[:_SHOWN_CHARACTERS]}"
-        )
-
-
-def _tasks(path: str, split: str, *, usual_split: str, field: str) -> list[Any]:
+def _file_tasks(queue: Queue, evaluation: Evaluation) -> FileTasks:
     try:
-        tasks = read_tasks(Path(path), split=split, usual_split=usual_split)
+        return tasks_in_files(queue, evaluation)
     except TaskFileError as error:
-        raise UserCodeError(f"{field}: {error}") from error
-    if not tasks:
-        raise UserCodeError(f"{field}: {path} has no task")
-    return tasks
+        raise UserCodeError(str(error)) from error
 
 
 def _function(name: str, *, field: str) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """One run from its first process to its report; `RunningRun.play` is the order of things."""
 
+import msgspec
 from rich.console import Console
 
 from forgemq_audit import group_index, guarantees
@@ -108,6 +109,8 @@ class RunningRun:
         started = await next_start(
             log, configuration, blobs=self._setup.blobs, now_ms=now_ms(), plays_here=True
         )
+        found = (*started.changes, *self._setup.task_changes)
+        started = msgspec.structs.replace(started, changes=found)
         self._screen.say(f"the run has {len(partition_counts(configuration))} topics")
         for change in started.changes:
             self._screen.say(f"changed by this resume: {change}")
@@ -117,6 +120,7 @@ class RunningRun:
         if is_resumed:
             self._processes.start_engines()
         self._setup.folder.keep(configuration)
+        self._setup.folder.keep_tasks(self._setup.tasks)
         await write_start(self._processes.connection, started)
         return started
 

@@ -3,10 +3,12 @@
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.task_files import ReadTasks
 from forgemq_launcher.core.configuration import (
     ConfigurationError,
     Document,
@@ -18,28 +20,48 @@ from forgemq_launcher.core.configuration import (
     next_run,
     overridden,
 )
+from forgemq_launcher.core.task_changes import task_changes
 from forgemq_launcher.model_folder import check_draft_folder, check_model_files, check_model_folder
 from forgemq_launcher.model_messages import check_messages
 from forgemq_launcher.placement import device_of, with_budget
 from forgemq_launcher.run_folder import RunFolder, RunFolderError, folder_named, names_taken
+from forgemq_launcher.task_files import found_tasks
 from forgemq_launcher.user_code import check_user_code
 
 
-def folder_of_run(
-    options: argparse.Namespace, *, runs: Path, environ: Mapping[str, str]
-) -> tuple[RunFolder, RunConfiguration]:
-    """The folder of the run that the arguments ask for; made if the run is new."""
+class AskedRun(NamedTuple):
+    """The run that the arguments ask for."""
+
+    folder: RunFolder
+    configuration: RunConfiguration
+    tasks: tuple[ReadTasks, ...]
+    """What the files of tasks have."""
+    task_changes: tuple[str, ...] = ()
+    """What a resume found added to them, as `name: before -> after`."""
+
+
+def asked_run(options: argparse.Namespace, *, runs: Path, environ: Mapping[str, str]) -> AskedRun:
+    """The run that the arguments ask for; its folder is made if it is new.
+
+    Raises:
+        ConfigurationError: the run cannot be played with what is on this machine.
+        RunFolderError: it cannot be resumed.
+    """
     if options.resume:
         folder = folder_named(options.resume, runs=runs)
         folder.check_resumable()
         made = changed(folder.configuration(), options.overrides, folder=Path.cwd())
-        check_paths(made, source=f"run {folder.run}")
-        return folder, made
+        source, known = f"run {folder.run}", folder.tasks()
+        check_paths(made, source=source)
+        found = found_tasks(made, source=source, environ=environ, known=known)
+        return AskedRun(folder, made, found.tasks, tuple(task_changes(known, found)))
     made = resolved(options, taken=names_taken(runs))
     check_paths(made, source=str(options.file))
+    found = found_tasks(made, source=str(options.file), environ=environ)
     if not names_budget(document(options.file.read_text(), overrides=options.overrides)):
         made = with_budget(made, environ, device=device_of(made, environ))
-    return new_folder(made, runs=runs, is_named=names_run(options.overrides))
+    folder, made = new_folder(made, runs=runs, is_named=names_run(options.overrides))
+    return AskedRun(folder, made, found.tasks)
 
 
 def new_folder(

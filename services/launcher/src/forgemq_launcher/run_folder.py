@@ -5,13 +5,14 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.task_files import ReadTasks
 from forgemq_launcher.whole_files import write_json, write_whole
 from forgemq_settings.environment import SettingsError
 from forgemq_settings.key_file import KeyFile
@@ -20,6 +21,9 @@ RUN_ID = r"[a-z0-9-]{1,40}"
 
 _EVALUATION = "evaluation"
 """File whose presence says that `forgemq eval` made the folder."""
+
+_TASKS = "tasks.json"
+"""File with the numbers of tasks in the run's files, and their checksums."""
 
 KEY_BYTES = 24
 """192 random bits: nobody guesses it, and its base64 is 32 characters without padding."""
@@ -36,7 +40,7 @@ class NotOnLogError(Exception):
 class RunFolder:
     """`runs/<run>/` and the names in it.
 
-    configuration.json, blobs/, kafka/ (the broker's data), engine/, logs/<process>.log,
+    configuration.json, tasks.json, blobs/, kafka/ (the broker's data), engine/, logs/<process>.log,
     checkpoints/, report.json, report.png, curves.jsonl.
     """
 
@@ -96,6 +100,25 @@ class RunFolder:
         except FileNotFoundError as error:
             raise RunFolderError(f"there is no run {self.run!r} in {self.path.parent}") from error
         except (OSError, ValueError) as error:  # Not readable, not JSON, not UTF-8, out of bounds.
+            raise RunFolderError(f"{path}: {error}") from error
+
+    def keep_tasks(self, tasks: Sequence[ReadTasks]) -> None:
+        """Write down what the run's files of tasks have; the next resume compares it."""
+        if tasks:
+            write_json(self.path / _TASKS, tasks)
+
+    def tasks(self) -> tuple[ReadTasks, ...]:
+        """What the files of tasks had at the newest start; () of a run that has none.
+
+        Raises:
+            RunFolderError: it cannot be read.
+        """
+        path = self.path / _TASKS
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=tuple[ReadTasks, ...])
+        except FileNotFoundError:
+            return ()  # Also of a run that an older release began.
+        except (OSError, ValueError) as error:
             raise RunFolderError(f"{path}: {error}") from error
 
     @property

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.task_files import ReadTasks
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_launcher.settings import LauncherSettings
 
@@ -20,6 +21,10 @@ class RunSetup:
     """What somebody types to continue the run; "" for an evaluation, which is not continued."""
     is_resumed: bool = False
     """It goes on with a run that was started before."""
+    tasks: tuple[ReadTasks, ...] = ()
+    """What its files of tasks have."""
+    task_changes: tuple[str, ...] = ()
+    """What was added to them since the start before."""
     samples: int = 0
     """Above 0: the model is judged by so many episodes of each held-out task; nothing trains."""
 

@@ -10,12 +10,10 @@ from forgemq_contracts.environments import EXTRA, environment_of
 from forgemq_contracts.run import Queue, RunConfiguration
 from forgemq_launcher.core.configuration import ConfigurationError
 from forgemq_launcher.module_search import find_modules, hiding_module, names_in
+from forgemq_launcher.task_files import FILES
 
 FUNCTIONS = ("task_source", "agent", "outcome", "process", "speed")
 """Fields of a queue that name a `module:function`, or "" for none; agent: or an environment."""
-
-FILES = ("task_file", "held_out_file")
-"""Fields of a queue that name a file or folder, or "" for none."""
 
 
 def check_user_code(made: RunConfiguration) -> None:

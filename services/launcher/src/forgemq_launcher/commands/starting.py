@@ -14,9 +14,9 @@ from rich.console import Console
 from forgemq_launcher import exit_status
 from forgemq_launcher.arguments import PROGRAM
 from forgemq_launcher.asked_run import (
+    asked_run,
     check_paths,
     configured,
-    folder_of_run,
     names_run,
     new_folder,
     resolved,
@@ -27,6 +27,7 @@ from forgemq_launcher.placement import DEVICE, device_of
 from forgemq_launcher.run_folder import names_taken
 from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.settings import LauncherSettings
+from forgemq_launcher.task_files import found_tasks
 from forgemq_settings.environment import SettingsError
 
 
@@ -58,7 +59,8 @@ def _run(
         raise SettingsError(
             "FORGEMQ_LAUNCHER_TENSORBOARD: install forgemq-telemetry[tensorboard], or leave it off"
         )
-    folder, made = folder_of_run(options, runs=Path(settings.runs), environ=environ)
+    asked = asked_run(options, runs=Path(settings.runs), environ=environ)
+    folder, made = asked.folder, asked.configuration
     device = device_of(made, environ)
     environ = {**environ, DEVICE: device}
     with folder.locked():
@@ -74,6 +76,8 @@ def _run(
             environ=environ,
             is_resumed=bool(options.resume),
             resume_command=resume_command(sys.argv[0], file=options.file, run=folder.run),
+            tasks=asked.tasks,
+            task_changes=asked.task_changes,
         )
         return _play(setup, console)
 
@@ -100,6 +104,7 @@ def _eval(
     run = name if is_named else next_run(f"{name}-eval", taken=names_taken(runs))
     made = configured(values, source=source, run=run)
     check_paths(made, source=source, trains=False)
+    found_tasks(made, source=source, environ=environ)
     folder, made = new_folder(made, runs=runs, is_named=is_named, is_evaluation=True)
     with folder.locked():
         say(console, f"evaluation {folder.run} in {folder.path}, domain as in {source}")

@@ -28,12 +28,17 @@ def without_run(
 
 
 def _plan(options: argparse.Namespace, *, environ: Mapping[str, str], console: Console) -> int:
-    """Plan a run; its model, tasks and code may lie on other machines and are not looked at."""
+    """Plan a run; its model and code may lie on other machines and are not looked at.
+
+    Files of tasks are, if they are on this one.
+    """
     from forgemq_launcher.commands.planning import plan_run
+    from forgemq_launcher.task_files import found_tasks
 
     values = document_in(options.file, options.overrides)
     run = name_of(values, default="planned")
     made = configured(values, source=str(options.file), run=run)
+    found_tasks(made, source=str(options.file), environ=environ, is_elsewhere=True)
     return plan_run(
         options, made, is_budget_named=names_budget(values), environ=environ, console=console
     )
