@@ -9,6 +9,7 @@ from forgemq_contracts.groups import RetiredGroup
 from forgemq_contracts.messages import Message
 from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
 from forgemq_contracts.topics import RETIRED_GROUPS
+from forgemq_run_view.report import GuaranteeVerdict
 
 CONFIGURATION = RunConfiguration(
     run="r",
@@ -19,7 +20,7 @@ CONFIGURATION = RunConfiguration(
 )
 
 
-def first_guarantee(**changes: Any) -> tuple[bool, tuple[str, ...]]:
+def first_guarantee(**changes: Any) -> GuaranteeVerdict:
     fields = {"group_id": "g-1", "domain": "d", "purpose": "train", "reason": "failed"}
     ledger = Ledger(CONFIGURATION)
     ledger.apply(
@@ -31,14 +32,20 @@ def first_guarantee(**changes: Any) -> tuple[bool, tuple[str, ...]]:
             record=RetiredGroup(**(fields | changes)),
         )
     )
-    verdict = ledger.verdicts(is_ended=True)[0]
-    return verdict.holds, verdict.violations
+    return ledger.verdicts(is_ended=True)[0]
 
 
 def test_a_request_that_does_not_decode_may_fail_a_group_without_a_place():
-    assert first_guarantee() == (True, ())
+    verdict = first_guarantee()
+    assert (verdict.holds, verdict.violations) == (True, ())
+
+
+def test_a_group_that_ended_without_a_slot_is_not_counted_among_the_retired():
+    checked = "0 groups admitted, 0 retired, 0 open; 1 ended without a slot"
+    assert first_guarantee().checked == checked
 
 
 @pytest.mark.parametrize("changes", [{"queue_index": 3}, {"reason": "expired"}])
 def test_every_other_end_needs_an_admission(changes: dict[str, Any]):
-    assert first_guarantee(**changes) == (False, ("g-1 was retired and never admitted",))
+    verdict = first_guarantee(**changes)
+    assert verdict.violations == ("g-1 was retired and never admitted",)

@@ -237,6 +237,16 @@ def test_the_report_has_the_forks_by_reason_with_their_share_and_meaning(tmp_pat
     assert "of episodes" not in _words(closing(quiet))
 
 
+def test_the_report_names_the_groups_that_ended_without_a_slot() -> None:
+    run = SyntheticRun().play(steps=1)
+    run.retire("g-9", reason="failed")
+    view = RunView(started())
+    for message in run.messages:
+        view.apply(message)
+    shown = _words(closing(_report(view.state(now_ms=0))))
+    assert "groups 2 admitted, 0 open; failed 1, trained 2, 1 of them without a slot" in shown
+
+
 def test_inspect_shows_the_forks_on_one_line_each_and_nothing_if_there_are_none() -> None:
     state = _run(MEASURED)
     console = Console(file=io.StringIO(), width=120)

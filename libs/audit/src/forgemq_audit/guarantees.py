@@ -142,11 +142,14 @@ class Ledger:
         still_open = [group_id for group_id in self._admitted if group_id not in self._retired]
         if is_ended:
             wrong += [f"{group_id} was never retired" for group_id in still_open]
+        retired = len(self._admitted) - len(still_open)
+        never_admitted = len(self._retired) - retired
+        refused = f"; {never_admitted} ended without a slot" if never_admitted else ""
         return _verdict(
             "G1",
             wrong,
-            checked=f"{len(self._admitted)} groups admitted, {len(self._retired)} retired, "
-            f"{len(still_open)} open",
+            checked=f"{len(self._admitted)} groups admitted, {retired} retired, "
+            f"{len(still_open)} open{refused}",
         )
 
     def _trained_once(self, *, is_ended: bool, missing: Sequence[str]) -> GuaranteeVerdict:

@@ -120,7 +120,6 @@ def table(report: Report) -> Table:
 
 
 def _lines(report: Report) -> list[tuple[str, str]]:
-    retired = ", ".join(f"{reason} {count}" for reason, count in report.groups_retired.items())
     lines = [
         ("success, sampled", f"{_of(report.success_start)} -> {_of(report.success_end)}"),
         (
@@ -158,7 +157,7 @@ def _lines(report: Report) -> list[tuple[str, str]]:
         ("staleness", f"largest {report.staleness_max}, bound {report.staleness_bound} steps"),
         (
             "groups",
-            f"{report.groups_admitted} admitted, {report.groups_open} open; {retired}",
+            f"{report.groups_admitted} admitted, {report.groups_open} open; {_retired(report)}",
         ),
         *[("imported", untrained_line(each)) for each in report.imported],
         *[("live", untrained_line(each)) for each in report.live],
@@ -169,6 +168,14 @@ def _lines(report: Report) -> list[tuple[str, str]]:
         # Without an end nothing says how long the run was up.
         ("time", duration(report.duration_s) if report.reason else "not measured"),
     ]
+
+
+def _retired(report: Report) -> str:
+    """How groups ended; those that never had a slot are among them, and named by themselves."""
+    ends = ", ".join(f"{reason} {count}" for reason, count in report.groups_retired.items())
+    admitted = report.groups_admitted - report.groups_open
+    refused = sum(report.groups_retired.values()) - admitted
+    return f"{ends}, {refused} of them without a slot" if refused > 0 else ends
 
 
 def _saving(report: Report) -> str:
