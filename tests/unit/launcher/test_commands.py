@@ -126,6 +126,21 @@ def test_an_import_into_a_run_that_is_unknown_or_down_is_refused(tool, run_folde
     )
 
 
+@pytest.mark.parametrize(
+    "command", [("import", "desk-1", "talks.jsonl", "--domain", "d"), ("lanes", "desk-1")]
+)
+def test_of_a_completed_run_no_command_that_needs_it_up_advises_a_resume(tool, run_folder, command):
+    (run_folder / "report.json").write_text('{"reason": "completed"}')
+    assert tool(*command) == (
+        2,
+        "forgemq: run desk-1 is completed, and nothing is left to play; start a new run from its "
+        "newest checkpoint, with model.path=<runs>/desk-1/checkpoints/checkpoints/step-...\n",
+    )
+    (run_folder / "report.json").write_text('{"reason": "interrupted"}')
+    status, printed = tool(*command)
+    assert (status, "run desk-1 is not up: start it with --resume" in printed) == (2, True)
+
+
 def test_an_import_from_elsewhere_asks_the_gateway_that_is_named(tool, tmp_path):
     file = tmp_path / "talks.jsonl"
     file.write_text("nope\n")

@@ -37,6 +37,12 @@ class NotOnLogError(Exception):
     """The run's log has nothing of what was asked for; the text says what, and why if known."""
 
 
+class _Reported(msgspec.Struct):
+    """How the run ended, of the report of any build."""
+
+    reason: str = ""
+
+
 class RunFolder:
     """`runs/<run>/` and the names in it.
 
@@ -73,6 +79,14 @@ class RunFolder:
     def is_evaluation(self) -> bool:
         """Whether `forgemq eval` made it: nothing trains there, and nothing can be continued."""
         return (self.path / _EVALUATION).exists()
+
+    def is_completed(self) -> bool:
+        """Whether its report says that nothing is left to play."""
+        try:
+            content = (self.path / "report.json").read_bytes()
+            return msgspec.json.decode(content, type=_Reported).reason == "completed"
+        except (OSError, ValueError):
+            return False
 
     def check_name(self) -> None:
         """Raise RunFolderError if the folder has another name than its run, which the log has."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from forgemq_contracts.run import Model
+from forgemq_launcher.core.completed_run import nothing_left
 from forgemq_launcher.run_folder import RunFolder, RunFolderError, first_key
 from forgemq_launcher.run_key import run_key
 from forgemq_launcher.upkeep.services import base_url, has_tls
@@ -33,8 +34,8 @@ def run_gateway(folder: RunFolder, environ: Mapping[str, str], *, host: str) -> 
         host: By which the gateways of this machine's runs are reached.
 
     Raises:
-        RunFolderError: no gateway is named, and the run is not known here or not up; or a file of
-            keys has none.
+        RunFolderError: no gateway is named, and the run is not known here or not up, with what
+            to do; or a file of keys has none.
     """
     named = environ.get(GATEWAY_URL)
     if named:
@@ -46,11 +47,14 @@ def run_gateway(folder: RunFolder, environ: Mapping[str, str], *, host: str) -> 
             f"there is no run {folder.run!r} in {folder.path.parent}: for one that is up elsewhere "
             f"set {GATEWAY_URL} and {ADMIN_KEY}"
         )
-    model = folder.configuration().model
+    configuration = folder.configuration()
     if not folder.is_up():
+        folder.check_resumable()
+        if folder.is_completed():
+            raise RunFolderError(nothing_left(configuration))
         raise RunFolderError(
             f"run {folder.run} is not up: start it with --resume, or set {GATEWAY_URL}"
         )
     key = run_key(folder, environ).present()
     url = base_url(host, folder.gateway_port(), is_tls=has_tls(environ, "gateway"))
-    return RunGateway(url, key, is_here=True, model=model)
+    return RunGateway(url, key, is_here=True, model=configuration.model)

@@ -9,6 +9,7 @@ from forgemq_contracts.run import RunConfiguration, StartedRun
 from forgemq_contracts.run_changes import FieldChange, changes, check_changes
 from forgemq_contracts.steps import ScheduledStep
 from forgemq_contracts.topics import SCHEDULED_STEPS, STARTED_RUNS, TRAINED_STEPS
+from forgemq_launcher.core.completed_run import how_to_train_on, nothing_left
 from forgemq_launcher.core.configuration import ConfigurationError
 from forgemq_launcher.records.run_end import end_of
 from forgemq_launcher.records.run_topics import create_topics, last_trained_step
@@ -77,10 +78,7 @@ async def check_unfinished(log: Log, configuration: RunConfiguration) -> None:
     started = await start_before(log, configuration.run)
     ended = None if started is None else await end_of(log, started)
     if ended is not None and ended.reason == "completed":
-        raise ConfigurationError(
-            f"run {configuration.run} is completed, and nothing is left to play; "
-            f"{_how_to_train_on(configuration)}"
-        )
+        raise ConfigurationError(nothing_left(configuration))
 
 
 async def start_before(log: Log, run: str) -> StartedRun | None:
@@ -108,20 +106,10 @@ async def _check_steps(log: Log, configuration: RunConfiguration) -> None:
     if last >= 0:
         raise ConfigurationError(
             f"trainer.steps: step {last} is scheduled as the last one, so the run cannot go on: "
-            f"{_how_to_train_on(configuration)}"
+            f"{how_to_train_on(configuration)}"
         )
     if configuration.trainer.steps <= scheduled:
         raise ConfigurationError(
             f"trainer.steps: {scheduled} steps are scheduled already, and none of them as the "
             f"last: at least {scheduled + 1}, got {configuration.trainer.steps}"
         )
-
-
-def _how_to_train_on(configuration: RunConfiguration) -> str:
-    checkpoint = f"<runs>/{configuration.run}/checkpoints/checkpoints/step-..."
-    if configuration.lora is not None:
-        return (
-            "start a new run from its newest adapter, which forgemq merge puts into the model: "
-            f"forgemq merge {checkpoint}/adapter FOLDER, then model.path=FOLDER"
-        )
-    return f"start a new run from its newest checkpoint, with model.path={checkpoint}"
