@@ -33,7 +33,8 @@ EXPRESSIONS = [
 SCRAPED_LABELS = {"job", "instance", "run", "process", "lane"}
 """Of the launcher's file of targets."""
 SGLANG_LABELS = {"engine_type", "model_name"}
-OF_PROMETHEUS = {"up": frozenset[str]()}
+OF_PROMETHEUS = {"up": frozenset({"ended"})}
+"""Of `up` also the label of the target that stands for a failed run."""
 KEYWORDS = {
     "by",
     "on",

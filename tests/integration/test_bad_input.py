@@ -1,11 +1,13 @@
 """Bad records during a run, and starts that cannot work: one clear message, no process left."""
 
 import asyncio
+import json
 import re
 import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,6 +30,8 @@ STEPS = 6
 TORN = b"\xc1 torn"
 BROKEN_RULE = msgspec.msgpack.encode({"group_id": "g-1", "domain": "dialogue", "purpose": "sleep"})
 REQUEST_ID = "0" * 32
+SCRAPED = {"FORGEMQ_TELEMETRY_EXPORTER": "prometheus", "FORGEMQ_TELEMETRY_PORT": "0"}
+"""Metrics at ports that are free."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +204,7 @@ def test_a_run_whose_agent_always_fails_ends_and_says_why(kafka_bootstrap, new_r
     """Twelve groups fail in a row, three for each of the four slots, and none trains."""
     run_id = new_run_id()
     with stand_in_engine(latency_s=0.1, tokens=4) as engine_url:
-        environ = {"FORGEMQ_KAFKA": kafka_bootstrap, "FORGEMQ_ENGINE_URL": engine_url}
+        environ = {"FORGEMQ_KAFKA": kafka_bootstrap, "FORGEMQ_ENGINE_URL": engine_url, **SCRAPED}
         run = LaunchedRun(tmp_path, environ)
         try:
             overrides = ("queues.0.agent=dialogue:play_badly", "evaluation.tasks=0")
@@ -221,6 +225,7 @@ def test_a_run_whose_agent_always_fails_ends_and_says_why(kafka_bootstrap, new_r
     log = accounts(kafka_bootstrap, run=run_id, blobs=str(run.blobs(run_id)))
     assert {group.reason for group in log.retired} == {"failed"}
     assert not log.trained
+    assert [each["labels"]["ended"] for each in targets(run, run_id)] == ["failed"]
 
 
 @pytest.fixture
@@ -238,6 +243,13 @@ def refused_run(kafka_bootstrap, new_run_id, tmp_path) -> Iterator[LaunchedRun]:
     run = LaunchedRun(tmp_path, {"FORGEMQ_KAFKA": kafka_bootstrap})
     yield run
     run.close()
+
+
+def targets(run: LaunchedRun, run_id: str) -> list[dict[str, Any]]:
+    """What Prometheus finds of the run."""
+    path = run.runs / "scrape_targets" / f"{run_id}.json"
+    found: list[dict[str, Any]] = json.loads(path.read_text())
+    return found
 
 
 async def ends_of(bootstrap: str, run_id: str) -> list[EndedRun]:
@@ -271,10 +283,12 @@ def test_a_taken_port_is_named_and_ends_the_run_on_the_log(
         run_id,
         FORGEMQ_ENGINE_URL="http://127.0.0.1:1",
         FORGEMQ_LAUNCHER_GATEWAY_PORT=str(taken_port),
+        **SCRAPED,
     )
     assert said == f"port {taken_port} of 127.0.0.1 is taken: free it or choose another"
     [ended] = asyncio.run(ends_of(kafka_bootstrap, run_id))
     assert (ended.reason, ended.detail) == ("failed", said)
+    assert [each["labels"]["ended"] for each in targets(refused_run, run_id)] == ["failed"]
 
 
 def test_a_named_engine_that_is_not_there_is_said_at_once_and_given_up_in_time(

@@ -4,9 +4,13 @@ import json
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from forgemq_launcher.run_folder import RunFolder
-from forgemq_launcher.upkeep.scrape_targets import scrape_targets, write_targets
+from forgemq_launcher.run_setup import RunSetup
+from forgemq_launcher.settings import LauncherSettings
+from forgemq_launcher.upkeep.run_processes import RunProcesses
+from forgemq_launcher.upkeep.scrape_targets import failed_target, scrape_targets, write_targets
 from forgemq_launcher.upkeep.services import service_specs
 from tests.unit.launcher.test_services import ADDRESSES, PLAYED, configuration
 
@@ -67,3 +71,30 @@ def test_a_run_that_nobody_scrapes_has_no_file(tmp_path: Path):
     write_targets(path, targets_of(tmp_path, EXPORTER="none"))
     assert not path.exists()
     assert path == tmp_path / "runs" / "scrape_targets" / "desk-1.json"
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+async def test_of_a_run_that_has_ended_a_target_stays_if_it_failed_until_it_is_deleted(
+    run_folder, has_failed
+):
+    environ = {"FORGEMQ_TELEMETRY_EXPORTER": "prometheus"}
+    made, settings = run_folder.configuration(), LauncherSettings()
+    setup = RunSetup(folder=run_folder, configuration=made, settings=settings, environ=environ)
+    write_targets(run_folder.targets_path, failed_target(environ, run="of an earlier start"))
+    processes = RunProcesses(setup, note=lambda _: None)
+    processes.has_failed = has_failed
+    await processes.stop()
+    assert run_folder.targets_path.exists() == has_failed
+    if has_failed:
+        [target] = json.loads(run_folder.targets_path.read_text())
+        assert target["labels"] == {"job": "run", "run": "desk-1", "ended": "failed"}
+    run_folder.remove()
+    assert not run_folder.targets_path.exists()
+
+
+def test_a_failed_run_that_nobody_scrapes_leaves_no_target():
+    for environ in (
+        {},
+        {"FORGEMQ_TELEMETRY_EXPORTER": "prometheus", "FORGEMQ_TELEMETRY_PORT": "?"},
+    ):
+        assert failed_target(environ, run="desk-1") == ()

@@ -1,4 +1,4 @@
-"""What is said of a run's files of tasks before anything is started."""
+"""A run's files of tasks are read and compared before anything is started."""
 
 import json
 import os

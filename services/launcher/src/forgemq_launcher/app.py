@@ -84,10 +84,12 @@ class RunningRun:
                 if started is None:
                     return self._left_by_kill()
                 outcome = await self._play_announced(log, started)
+                self._processes.has_failed = outcome.reason == "failed"
                 await self._processes.stop_services()
                 status = await self._stop.unless_killed(self._end_run(log, started, outcome))
                 return self._left_by_kill() if status is None else status
         except FAILURES as error:
+            self._processes.has_failed = True
             self._screen.close()
             self._screen.say(f"failed: {error}")
             return exit_status.FAILED

@@ -159,7 +159,7 @@ class RunFolder:
 
     @property
     def targets_path(self) -> Path:
-        """File by which Prometheus finds the run while it is up, beside those of other runs."""
+        """File by which Prometheus finds the run while it is up, or that it failed."""
         return self.path.parent / "scrape_targets" / f"{self.run}.json"
 
     def gateway_port(self) -> int:
@@ -173,6 +173,7 @@ class RunFolder:
 
     def remove(self) -> None:
         """Remove the folder; if that ends halfway, what is left is still this run's folder."""
+        self.targets_path.unlink(missing_ok=True)
         last = [self.path / "lock", self.path / "configuration.json"]
         for path in sorted(set(self.path.iterdir()) - set(last)):
             if path.is_dir() and not path.is_symlink():

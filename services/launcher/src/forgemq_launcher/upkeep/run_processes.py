@@ -27,7 +27,7 @@ from forgemq_launcher.upkeep.gateway_status import says_training_ended
 from forgemq_launcher.upkeep.lane_upkeep import LaneUpkeep
 from forgemq_launcher.upkeep.machine import check_memory, engine_port, listening_socket
 from forgemq_launcher.upkeep.named_engines import NamedEngines, check_lanes_unnamed, named_urls
-from forgemq_launcher.upkeep.scrape_targets import scrape_targets, write_targets
+from forgemq_launcher.upkeep.scrape_targets import failed_target, scrape_targets, write_targets
 from forgemq_launcher.upkeep.services import Addresses, has_tls, inference_spec, service_specs
 from forgemq_launcher.upkeep.supervisor import Note, ServiceSpec, ServiceStatus, Supervisor
 
@@ -59,6 +59,7 @@ class RunProcesses:
         self._listeners: list[socket.socket] = []
         self._engine_ports: list[socket.socket] = []
         self.agents_ended = asyncio.Event()
+        self.has_failed = False
 
     @property
     def connection(self) -> KafkaConnection:
@@ -282,7 +283,10 @@ class RunProcesses:
         # At the same time: the gateway asks again for what an engine was generating, next start.
         engines = [self._engines.stop()] if self._engines is not None else []
         await asyncio.gather(self._supervisor.stop(), *engines)
-        write_targets(self._setup.folder.targets_path, ())  # What has ended is not missed.
+        # What has ended is not missed, unless it failed.
+        run, environ = self._setup.configuration.run, self._setup.environ
+        left = failed_target(environ, run=run) if self.has_failed else ()
+        write_targets(self._setup.folder.targets_path, left)
         for listener in (*self._listeners, *self._engine_ports):
             listener.close()
 

@@ -1,6 +1,6 @@
 """The file by which Prometheus finds the processes of a run, in its form for `file_sd_configs`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -8,10 +8,12 @@ from msgspec import Struct
 
 from forgemq_launcher.upkeep.supervisor import ServiceSpec
 from forgemq_launcher.whole_files import write_json
-from forgemq_settings.environment import parse
+from forgemq_settings.environment import SettingsError, parse
 from forgemq_telemetry.ports import metrics_port
 from forgemq_telemetry.settings import TelemetrySettings
 
+_NOBODY = "127.0.0.1:0"
+"""An address at which nothing can listen."""
 _ENGINES = ("FORGEMQ_INFERENCE_ENGINE_URL", "FORGEMQ_INFERENCE_PREFILL_URL")
 
 
@@ -47,6 +49,21 @@ def scrape_targets(specs: Iterable[ServiceSpec], *, run: str) -> tuple[ScrapeTar
                 labels = {"job": "engine", "run": run, **lane}
                 found.append(ScrapeTargets((urlsplit(url).netloc,), labels))
     return tuple(found)
+
+
+def failed_target(environ: Mapping[str, str], *, run: str) -> tuple[ScrapeTargets, ...]:
+    """A target that stands for a run that failed; () if nobody scrapes its processes.
+
+    All that could export the failure has ended with the run, perhaps before it was scraped once. So
+    Prometheus learns it from the file: of this target `up` is 0, with the label `ended`.
+    """
+    try:
+        settings = parse(TelemetrySettings, prefix="FORGEMQ_TELEMETRY_", environ=environ)
+    except SettingsError:
+        return ()  # The run failed before it came to its services, which refuse such a setting.
+    if settings.exporter == "none":
+        return ()
+    return (ScrapeTargets((_NOBODY,), {"job": "run", "run": run, "ended": "failed"}),)
 
 
 def write_targets(path: Path, targets: tuple[ScrapeTargets, ...]) -> None:
