@@ -45,6 +45,13 @@ class LaneStatus(Struct, frozen=True, kw_only=True):
     ]
     used_tokens: Annotated[int, Meta(ge=0, description="Of its K/V cache, by running requests.")]
     capacity_tokens: Annotated[int, Meta(ge=0, description="Of its K/V cache; 0: not known.")]
+    detail: Annotated[
+        str,
+        Meta(
+            description="Why it cannot serve, by its newest heartbeat: its engine does not answer, "
+            "or is refused. '': it can, or has not said anything."
+        ),
+    ] = ""
 
 
 class LaneList(Struct, frozen=True, kw_only=True):

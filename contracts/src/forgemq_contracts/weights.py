@@ -215,3 +215,6 @@ class ReportedEngine(Struct, frozen=True, kw_only=True, omit_defaults=True):
             "started again under this epoch, or loaded weights. By the same clock as those records."
         ),
     ] = 0
+    detail: Annotated[
+        str, Meta(description="Why the lane cannot serve, by its engine; '': it can, or prepares.")
+    ] = ""

@@ -138,7 +138,7 @@ class ScriptedLane:
             await asyncio.sleep(0.3)
             await self.report()
 
-    async def report(self, *, is_serving: bool = True) -> None:
+    async def report(self, *, is_serving: bool = True, detail: str = "") -> None:
         await self._write(
             topics.REPORTED_ENGINES,
             self.lane,
@@ -152,6 +152,7 @@ class ScriptedLane:
                 running=0,
                 queued=0,
                 reported_ms=wall_ms(),
+                detail=detail,
             ),
         )
 

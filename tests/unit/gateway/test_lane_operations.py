@@ -110,6 +110,24 @@ async def test_a_lane_that_is_added_again_has_its_new_engine_before_that_one_is_
         assert (free.status_code, free.json()["engine_url"]) == (200, old)
 
 
+async def test_the_list_says_why_a_lane_cannot_serve_until_its_number_has_another_engine(
+    model: Path,
+):
+    async with lanes_of(model, lanes=2) as (world, scripted):
+        await until_taking(world, {0, 1})
+        scripted[1].is_silent = True
+        await scripted[1].report(is_serving=False, detail="http://engine:1 is not healthy: gone")
+        await until_taking(world, {0})
+        lanes = await listed(world)
+        assert (lanes[0]["detail"], lanes[1]["detail"]) == (
+            "",
+            "http://engine:1 is not healthy: gone",
+        )
+        assert (await world.admin("POST", "/v1/lanes/1/remove")).status_code == 200
+        again = {"engine_url": "http://new:1", "lane": 1}
+        assert (await world.admin("POST", "/v1/lanes", again)).json()["detail"] == ""
+
+
 async def test_a_drained_lane_answers_what_it_has(model: Path):
     is_drained = asyncio.Event()
 

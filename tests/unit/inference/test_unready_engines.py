@@ -1,5 +1,6 @@
 """Engines that answer health checks, and fail to answer what a lane must know to serve."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ from stand_in_answers import Speed
 from stand_in_engine import StandInEngine, serving
 
 from forgemq_bus.memory import MemoryLog
+from forgemq_settings.ports import free_port
 from forgemq_telemetry.causes import causes
 from tests.lane_scene import LaneScene, create_topics
 
@@ -94,6 +96,31 @@ async def test_a_server_that_is_no_engine_is_refused_at_once(base: Path) -> None
             async with scene.serving():
                 await scene.report(is_serving=True, timeout_s=5)
     assert "/server_info: HTTP 404: nothing here" in str(causes(raised.value))
+
+
+async def test_the_last_report_of_a_lane_says_why_its_engine_is_refused(base: Path) -> None:
+    missing = web.HTTPNotFound(text="nothing here")
+    async with serving(StartingEngine("/server_info", iter([missing] * 1000))) as url:
+        scene = await scene_of(base, url)
+        with pytest.raises(ExceptionGroup):
+            async with scene.serving():
+                await scene.report(is_serving=True, timeout_s=5)
+        assert (
+            await scene.report(is_serving=False)
+        ).detail == "/server_info: HTTP 404: nothing here"
+
+
+async def test_a_lane_reports_that_no_engine_answers_until_one_serves(base: Path) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    scene = await scene_of(base, url)
+    async with scene.serving():
+        async with asyncio.timeout(5):
+            while not (told := (await scene.report(is_serving=False)).detail):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert told.startswith(f"{url} is not healthy: ")
+        async with serving(StandInEngine(Speed(tokens=2)), port=port):
+            assert (await scene.report(is_serving=True, timeout_s=5)).detail == ""
 
 
 async def test_a_lane_that_ends_after_its_engine_says_nothing_of_a_failed_abort(base: Path) -> None:

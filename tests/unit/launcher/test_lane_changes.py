@@ -31,6 +31,7 @@ LANE = LaneStatus(
     prefill_tokens_per_s=8123.0,
     used_tokens=500,
     capacity_tokens=2000,
+    detail="http://engine:1 is not healthy: /health: gone",
 )
 
 
@@ -99,6 +100,7 @@ def test_a_lane_is_shown_with_its_weights_and_its_load(gateway: str, tmp_path: P
     shown = re.findall(r"[\w.:/%]+", row)
     assert shown == ["1", "drained", "drained", "1.7", "3", "0", "8123", "25%"]
     assert "lane 1: http://engine:1" in text.splitlines()
+    assert f"lane 1 cannot serve: {LANE.detail}" in text.splitlines()
     assert "1 of at most 3 lanes" in text
 
 

@@ -30,13 +30,14 @@ from forgemq_inference.engine import (
     ServerInfo,
 )
 from forgemq_inference.engine_pair import LaneEngine
-from forgemq_inference.limits import check_engine, engine_limits
+from forgemq_inference.limits import ModelFolderError, check_engine, engine_limits
 from forgemq_inference.pause_clock import PauseClock
 from forgemq_inference.reports import Reports
 from forgemq_inference.requests import NOT_SERVING, Requests
 from forgemq_inference.settings import InferenceSettings
 from forgemq_inference.weight_loader import Loading, WeightLoader
 from forgemq_telemetry import Telemetry
+from forgemq_telemetry.causes import causes
 
 _POLL_S = 0.5
 """Between two looks for an engine that starts; a start takes a minute or more."""
@@ -103,13 +104,24 @@ class Attachment:
     async def run(self) -> None:
         """Attach the engine and serve until it is lost, again and again.
 
+        What ends it is in the lane's last report, so that people read it who see no log.
+
         Raises:
-            EngineError: the engine did not come up, or cannot be brought to published weights.
-            DurableCopyError: the durable copy stays unusable.
-            ModelFolderError: the model's folder does not give the engine's limits.
+            ExceptionGroup: of EngineError, the engine did not come up, is refused, or cannot be
+                brought to published weights; of DurableCopyError, the durable copy stays unusable;
+                of ModelFolderError, the model's folder does not give the engine's limits.
         """
+        try:
+            await self._attach_again_and_again()
+        except* (EngineError, DurableCopyError, ModelFolderError) as errors:
+            self._reports.note_fault(str(causes(errors)[0]))
+            await self._reports.write_report()
+            raise
+
+    async def _attach_again_and_again(self) -> None:
         while True:
             await self._wait_healthy()
+            self._reports.note_fault("")
             try:
                 await self._attach_engine()
                 await self._serve_lane()
@@ -117,6 +129,7 @@ class Attachment:
                 error = str(lost.exceptions[0])
                 self._telemetry.event("engine_lost", url=self._engine.url, error=error)
                 self._telemetry.count("inference.engine_losses")
+                self._reports.note_fault(f"{self._engine.url} is lost: {error}")
             finally:
                 self._requests.close(NOT_SERVING)
                 self._reports.stop_serving()
@@ -134,6 +147,7 @@ class Attachment:
                         f"no healthy engine at {self._engine.url} within "
                         f"{self._settings.engine_start_timeout_s:.0f} s: {error}"
                     ) from error
+                self._reports.note_fault(f"{self._engine.url} is not healthy: {error}")
             await asyncio.sleep(_POLL_S)
 
     async def _wait_ready(self) -> tuple[ModelInfo, ServerInfo]:
@@ -152,6 +166,7 @@ class Attachment:
                 if str(error) != said:
                     said = str(error)
                     self._telemetry.event("engine_not_ready", url=self._engine.url, error=said)
+                    self._reports.note_fault(f"{self._engine.url} is not ready: {error}")
             await asyncio.sleep(_POLL_S)
 
     async def _attach_engine(self) -> None:

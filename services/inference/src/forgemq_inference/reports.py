@@ -16,6 +16,9 @@ from forgemq_shell.clock import now_ms
 from forgemq_shell.records import emit_of
 from forgemq_telemetry import Telemetry
 
+_FAULT_CHARACTERS_MAX = 500
+"""Of what an engine answers: every heartbeat has it."""
+
 
 class LaneIdentity(Struct, frozen=True, kw_only=True):
     """Which lane, under which epoch, with which engine, and where it takes relayed weights."""
@@ -29,8 +32,8 @@ class LaneIdentity(Struct, frozen=True, kw_only=True):
 class Reports:
     """Writes reported-engines about every `heartbeat_s` and on change, and loaded-weights.
 
-    `serve`, `stop_serving` and `allow` set what the next report says; `write_report` writes one at
-    once.
+    `serve`, `stop_serving`, `note_fault` and `allow` set what the next report says; `write_report`
+    writes one at once.
     """
 
     def __init__(
@@ -57,10 +60,11 @@ class Reports:
         self._ranks = 1
         self._load: EngineLoad | None = None
         self._cache_since_ms = 0
+        self._fault = ""
 
     def serve(self, *, context_tokens_max: int, ranks: int) -> None:
         """Report from here on that the lane serves."""
-        self._is_serving = True
+        self._is_serving, self._fault = True, ""
         self._context_tokens_max = context_tokens_max
         self._ranks = ranks
         self._changed.set()
@@ -69,6 +73,16 @@ class Reports:
         """Report from here on that the lane does not serve: its engine is lost, or it leaves."""
         self._is_serving = False
         self._changed.set()
+
+    def note_fault(self, why: str) -> None:
+        """Report from here on, while the lane does not serve, why its engine cannot; "" if it can.
+
+        It is asked again and again, and only another answer is a change.
+        """
+        fault = why[:_FAULT_CHARACTERS_MAX]
+        if fault != self._fault:
+            self._fault = fault
+            self._changed.set()
 
     def allow(self, *, is_wanted: bool) -> None:
         """Report from here on that the lane serves only if it is wanted and its engine serves."""
@@ -109,6 +123,7 @@ class Reports:
             load=self._load,
             process_group=self._weights.shared_group,
             cache_since_ms=self._cache_since_ms,
+            detail=self._fault,
         )
         self._telemetry.gauge("inference.running", report.running, lane=lane)
         self._telemetry.gauge("inference.queued", report.queued, lane=lane)

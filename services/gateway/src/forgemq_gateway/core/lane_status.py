@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from forgemq_contracts.engine_address import engine_address
 from forgemq_contracts.lane_plan import PlannedLane
 from forgemq_contracts.lane_routes import LaneStatus
 from forgemq_contracts.weights import EngineLoad
@@ -44,12 +45,14 @@ def _heard(
 ) -> LaneStatus:
     report = heard.report
     load = report.load or EngineLoad()
+    # The newest heartbeat may be that of a lane of this number that was removed.
+    held, wanted = engine_address(report.url), engine_address(planned.engine_url)
+    is_of_another_engine = wanted not in (None, held)
     return LaneStatus(
         lane=planned.lane,
         state=planned.state,
         takes_requests=takes_requests,
         silent_s=round(max(0.0, now_s - heard.heard_s), 3),
-        # The newest heartbeat may be that of a lane of this number that was removed.
         engine_url=planned.engine_url or report.url,
         epoch=report.epoch,
         lineage=report.lineage,
@@ -59,4 +62,5 @@ def _heard(
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         used_tokens=load.used_tokens,
         capacity_tokens=load.capacity_tokens,
+        detail="" if is_of_another_engine else report.detail,
     )

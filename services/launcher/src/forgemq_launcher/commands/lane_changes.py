@@ -54,6 +54,8 @@ def list_lanes(gateway: RunGateway, console: Console) -> int:
     show(console, _table(found))
     for lane in found.lanes:  # Whole, which a column of 80 has no room for.
         say(console, f"lane {lane.lane}: {lane.engine_url}")
+        if lane.detail:
+            say(console, f"lane {lane.lane} cannot serve: {lane.detail}")
     return exit_status.OK
 
 
