@@ -4,7 +4,7 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,10 +26,16 @@ def engine_options() -> EngineOptions:
 
 @contextmanager
 def started_engine(
-    folder: Path, options: EngineOptions, *, model: Path = ENGINE_MODEL
+    folder: Path,
+    options: EngineOptions,
+    *,
+    model: Path = ENGINE_MODEL,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
     """Address of an engine with its logs in a folder; it serves until the block ends."""
-    server = EngineServer(str(model), folder, port=free_port(), options=options)
+    server = EngineServer(
+        str(model), folder, port=free_port(), options=options, inherited=environment
+    )
     server.start()
     try:
         server.wait_healthy(timeout_s=START_TIMEOUT_S)

@@ -11,6 +11,7 @@ from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_sglang_cpu.options import EngineOptions
 from forgemq_sglang_cpu.pool import EnginePool
 from tests.engine_fixture import ENGINE_MODEL, started_engine
+from tests.gpu import in_full
 from tests.integration.test_pool import (
     FOUND_TOKENS,
     PAGE_TOKENS,
@@ -22,7 +23,7 @@ from tests.integration.test_weights_engine import logprobs, perturbed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
-IN_FULL = ("--dtype", "float32", "--attention-backend", "triton", "--mem-fraction-static", "0.2")
+IN_FULL = (*in_full.FLAGS, "--mem-fraction-static", "0.2")
 GAP_MAX = 2e-3
 """Nats; sums in another order than on a CPU."""
 
@@ -45,7 +46,11 @@ def pooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pooled]:
     with ExitStack() as stack:
         # One after the other: each takes its share of the memory that is free by then.
         first, second = (
-            stack.enter_context(started_engine(tmp_path_factory.mktemp("engine"), options))
+            stack.enter_context(
+                started_engine(
+                    tmp_path_factory.mktemp("engine"), options, environment=in_full.environment()
+                )
+            )
             for _ in range(2)
         )
         yield Pooled(first, second, folder)

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 GAP_MEAN_MAX = 0.05
 """Nats, against float32 with weights and inputs rounded as the format says: the engine computes in
-bfloat16, and on Blackwell with scales that are powers of two."""
+bfloat16."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,8 @@ def fp8_engine(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         has_gpu=True,
         gpu_first=torch.cuda.device_count() - 1,
         context_tokens_max=372,
-        extra=("--mem-fraction-static", "0.2"),
+        # Blackwell's default attention has no heads as small as the demo's.
+        extra=("--mem-fraction-static", "0.2", "--attention-backend", "triton"),
     )
     with started_engine(tmp_path_factory.mktemp("engine"), options, model=in_blocks(wide)) as url:
         yield url

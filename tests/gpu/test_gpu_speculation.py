@@ -10,6 +10,7 @@ import pytest
 
 from forgemq_sglang_cpu.options import EngineOptions
 from tests.engine_fixture import started_engine
+from tests.gpu import in_full
 from tests.integration.trained_head import (
     generated,
     held_out_starts,
@@ -19,7 +20,7 @@ from tests.integration.trained_head import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 
-IN_FULL = ("--dtype", "float32", "--attention-backend", "triton", "--mem-fraction-static", "0.3")
+IN_FULL = (*in_full.FLAGS, "--mem-fraction-static", "0.3")
 """In bfloat16 two nearly equal tokens may change places between a pass over one and over four."""
 ROUNDS = 5
 TOKENS = 60
@@ -29,7 +30,7 @@ TOKENS = 60
 def gpu_engine(folder: Path, *, head: str) -> Iterator[str]:
     """Address of an engine with this draft head; without one if it is ""."""
     options = EngineOptions(has_gpu=True, head=head, context_tokens_max=372, extra=IN_FULL)
-    with started_engine(folder, options) as url:
+    with started_engine(folder, options, environment=in_full.environment()) as url:
         yield url
 
 

@@ -19,6 +19,7 @@ from forgemq_contracts.weights import RelayedLane, Rendezvous
 from forgemq_sglang_cpu.options import EngineOptions
 from forgemq_trainer.samples import sampled_parameters
 from tests.engine_fixture import ENGINE_MODEL, reset_engine, started_engine
+from tests.gpu import in_full
 from tests.integration.test_weights_engine import logprobs, perturbed, publisher, spans
 from tests.lane_scene import LaneScene, create_topics
 from tests.relay_sender import relay
@@ -26,7 +27,7 @@ from tests.relay_sender import relay
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 CONTEXT = [10, 20, 30, 40, 50, 60]
-IN_FULL = ("--dtype", "float32", "--attention-backend", "triton", "--mem-fraction-static", "0.2")
+IN_FULL = (*in_full.FLAGS, "--mem-fraction-static", "0.2")
 """So that log-probabilities can be compared with float32 on a CPU; the memory is the trainer's
 too."""
 GAP_MAX = 2e-3
@@ -54,7 +55,8 @@ def gpu_engine(
         extra=IN_FULL,
         context_tokens_max=372,
     )
-    with started_engine(tmp_path_factory.mktemp("engine"), options) as url:
+    folder, environment = tmp_path_factory.mktemp("engine"), in_full.environment()
+    with started_engine(folder, options, environment=environment) as url:
         yield GpuEngine(url, gpus)
 
 

@@ -114,6 +114,7 @@ def test_sglang_reads_what_the_options_say(sglang: argparse.ArgumentParser, kind
     read = sglang.parse_args(arguments(options, has_fp8_blocks=True))
     assert {name: getattr(read, name) for name in expected} == expected
     assert read.quantization == "fp8"
+    assert read.fp8_gemm_runner_backend == ("triton" if options.has_gpu else "auto")
 
 
 def spellings(sglang: argparse.ArgumentParser) -> Iterator[str]:

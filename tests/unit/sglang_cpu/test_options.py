@@ -20,7 +20,7 @@ from forgemq_sglang_cpu.options import (
     is_mixture,
 )
 from forgemq_sglang_cpu.plugin import FP8_BLOCKS_VARIABLE
-from forgemq_sglang_cpu.server import EngineServer, EngineServerError
+from forgemq_sglang_cpu.server import EngineServer, EngineServerError, with_reading
 
 
 def line(options: EngineOptions) -> str:
@@ -203,6 +203,41 @@ def test_an_engine_whose_model_has_8_bit_blocks_says_so_and_loads_what_it_needs(
         )
         made = environment(EngineOptions(), {}, pid=1, weight_bytes=0, has_fp8_blocks=is_fp8)
         assert (flag in " ".join(command), FP8_BLOCKS_VARIABLE in made) == (is_fp8, is_fp8)
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_8_bit_blocks_on_gpus_are_computed_by_kernels_whose_weights_can_be_replaced(
+    has_gpu: bool, is_fp8: bool
+) -> None:
+    command = command_line(
+        EngineOptions(has_gpu=has_gpu),
+        model_path="m",
+        host="h",
+        port=7,
+        has_fp8_blocks=is_fp8,
+    )
+    assert ("--fp8-gemm-backend triton" in " ".join(command)) == (has_gpu and is_fp8)
+
+
+def test_a_start_may_take_as_long_as_its_weights_are_read() -> None:
+    assert with_reading(600.0, weight_bytes=0) == 600.0
+    assert with_reading(600.0, weight_bytes=460 * 10**9) == 2900.0
+
+
+def test_a_gpu_engine_without_a_compiler_of_kernels_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    alone = {"PATH": str(tmp_path)}
+    server = EngineServer(
+        str(tmp_path),
+        tmp_path,
+        port=free_port(),
+        options=EngineOptions(has_gpu=True),
+        inherited=alone,
+    )
+    with pytest.raises(EngineServerError, match=r"compiles kernels and needs a C\+\+ compiler"):
+        server.start()
+    assert not server.is_running()
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])

@@ -80,6 +80,25 @@ def test_the_wheel_is_named_with_the_command_of_the_documents(
     assert f'pd-cpu = ["{pair.WHEEL}"]' in (root / "pyproject.toml").read_text()
 
 
+def test_what_moves_keys_between_gpus_is_named_if_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair, "find_spec", lambda name: None)
+    nixl = ("--disaggregation-transfer-backend", "nixl")
+    assert pair.missing_on_gpu(nixl).startswith("the Python package nixl (")
+    (tmp_path / "config.json").write_text("{}")
+    server = EngineServer(
+        str(tmp_path),
+        tmp_path,
+        port=free_port(),
+        options=EngineOptions(has_gpu=True, role="decode"),
+    )
+    install = "uv pip install --no-deps mooncake-transfer-engine-cuda13==0.3.13.post1"
+    with pytest.raises(EngineServerError, match=f"^a decode engine on GPUs needs .*{install}"):
+        server.start()
+    assert install in (Path(__file__).parents[3] / "docs" / "fleet.md").read_text()
+
+
 def test_a_mixture_of_experts_is_refused_by_each_role(tmp_path: Path) -> None:
     with pytest.raises(EngineServerError, match=r"^a prefill engine cannot serve a mixture"):
         started(tmp_path, '{"num_experts_per_tok": 2}')

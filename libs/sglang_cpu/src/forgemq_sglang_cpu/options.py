@@ -109,8 +109,7 @@ def command_line(
         command += ["--context-length", str(options.context_tokens_max)]
     command += _gpu_arguments(options) if options.has_gpu else _cpu_arguments(options)
     if has_fp8_blocks:
-        # SGLang sees it in config.json too, and only with the flag it says so in /server_info.
-        command += ["--quantization", "fp8"]
+        command += _fp8_arguments(has_gpu=options.has_gpu)
     if options.pool is not None and options.role == "decode":
         # Prefill reads contexts, so the pool is its own; both send and take pages of one size.
         command += ["--page-size", str(options.pool.page_tokens)]
@@ -167,6 +166,14 @@ def _gpu_arguments(options: EngineOptions) -> list[str]:
     if options.gpu_first:
         arguments += ["--base-gpu-id", str(options.gpu_first)]
     return [*arguments, "--enable-fp32-lm-head"]
+
+
+def _fp8_arguments(*, has_gpu: bool) -> list[str]:
+    # SGLang sees it in config.json too, and only with the flag it says so in /server_info.
+    arguments = ["--quantization", "fp8"]
+    # By default DeepGEMM computes. On Blackwell it packs the scales, and new ones do not fit into
+    # their place; on Hopper it compiles for 10 to 20 minutes before the engine serves.
+    return [*arguments, "--fp8-gemm-backend", "triton"] if has_gpu else arguments
 
 
 def _draft_arguments(options: EngineOptions, *, has_fp8_blocks: bool) -> list[str]:

@@ -18,6 +18,13 @@ Role: TypeAlias = Literal["unified", "prefill", "decode"]
 WHEEL = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 """Of Mooncake's wheels the one that loads without CUDA; the extra `pd-cpu` has the same."""
 
+GPU_PACKAGES = {
+    "mooncake": "--no-deps mooncake-transfer-engine-cuda13==0.3.13.post1",
+    "nixl": "nixl",
+}
+"""What moves K/V between GPUs, by the module's name, and how uv installs it; in no lock. The first
+is SGLang's default."""
+
 INSTALL = f".venv/bin/uv pip install --no-deps {WHEEL}"
 """Without what the wheel says it needs: the lock has all of it that a pair uses."""
 
@@ -108,6 +115,18 @@ def missing_on_cpu(*, libraries: Mapping[str, str] = LIBRARIES) -> str:
     if find_spec("mooncake") is None:
         lacks.append(f"the Python package mooncake ({INSTALL})")
     return " and ".join(lacks)
+
+
+def missing_on_gpu(flags: Sequence[str]) -> str:
+    """What this machine lacks for a pair on its GPUs, with what installs it; "" if nothing.
+
+    Args:
+        flags: Of the engine beyond ForgeMQ's own; they may name another way for K/V than Mooncake.
+    """
+    backend = next((name for name in GPU_PACKAGES if name in flags), "mooncake")
+    if find_spec(backend) is not None:
+        return ""
+    return f"the Python package {backend} (.venv/bin/uv pip install {GPU_PACKAGES[backend]})"
 
 
 def number_pages_unpinned(result: None, *_: object, **__: object) -> None:

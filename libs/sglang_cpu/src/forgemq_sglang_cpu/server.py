@@ -21,6 +21,7 @@ import msgspec
 import psutil
 
 from forgemq_settings.memory import available_memory_bytes
+from forgemq_sglang_cpu.cuda_toolkit import ToolkitError, toolkit_environment
 from forgemq_sglang_cpu.options import (
     MEMORY_BYTES_MIN,
     EngineOptions,
@@ -29,11 +30,13 @@ from forgemq_sglang_cpu.options import (
     has_fp8_blocks,
     is_mixture,
 )
-from forgemq_sglang_cpu.pair import EXPERTS_REFUSAL, missing_on_cpu
+from forgemq_sglang_cpu.pair import EXPERTS_REFUSAL, missing_on_cpu, missing_on_gpu
 
 Progress: TypeAlias = Callable[[float, str], None]
 """Called about every 2 s of waiting with seconds waited and the newest line of the log."""
 
+WEIGHT_BYTES_PER_S_MIN = 2e8
+"""Least rate at which an engine reads its weights: a network's disk. 460 GB have 38 minutes."""
 LOG_TAIL_LINES = 15  # A Python traceback's end, with its error.
 _LOG_LINE_CHARACTERS_MAX = 400  # SGLang logs all its options in a line of 20,000.
 _LOG_TAIL_BYTES = 64 * 1024  # LOG_TAIL_LINES of 4 KiB each.
@@ -105,7 +108,8 @@ class EngineServer:
         """Start the processes; returns before the server answers.
 
         Raises:
-            EngineServerError: no model, no free port, too little memory, or already running.
+            EngineServerError: no model, no free port, too little memory, already running, or
+                nothing that compiles kernels for a GPU.
         """
         if self.is_running():
             raise EngineServerError(f"the engine on port {self._port} is running already")
@@ -117,6 +121,8 @@ class EngineServer:
         self._folder.mkdir(parents=True, exist_ok=True)
         # Reading os.environ is allowed here: a child inherits its parent's environment.
         inherited = os.environ if self._inherited is None else self._inherited  # noqa: TID251
+        if self._options.has_gpu:
+            inherited = {**inherited, **_toolkit(inherited)}
         command = command_line(
             self._options,
             model_path=self._model_path,
@@ -154,9 +160,14 @@ class EngineServer:
 
         Takes 12-155 s on two CPU cores, by what else they do; most of it is imports.
 
+        Args:
+            timeout_s: Without the time that the weights' bytes take at `WEIGHT_BYTES_PER_S_MIN`.
+            progress: Told how it goes.
+
         Raises:
             EngineServerError: the server ended, or did not answer in time.
         """
+        timeout_s = with_reading(timeout_s, weight_bytes=_weight_bytes(Path(self._model_path)))
         started_s = time.monotonic()
         reported_s = started_s
         while True:
@@ -228,9 +239,10 @@ class EngineServer:
             raise EngineServerError(
                 f"a {role} engine cannot serve a mixture of experts: {EXPERTS_REFUSAL}"
             )
-        lacks = "" if self._options.has_gpu else missing_on_cpu()
-        if lacks:
-            raise EngineServerError(f"a {role} engine on a CPU needs {lacks}")
+        has_gpu = self._options.has_gpu
+        if lacks := missing_on_gpu(self._options.extra) if has_gpu else missing_on_cpu():
+            place = "GPUs" if has_gpu else "a CPU"
+            raise EngineServerError(f"a {role} engine on {place} needs {lacks}")
 
     def _look_at_model(self) -> tuple[bool, bool]:
         """Whether it is a mixture of experts, and whether its weights are in fp8 blocks."""
@@ -248,6 +260,18 @@ class EngineServer:
         return EngineServerError(
             f"the engine on port {self._port} {what}; {self.log_path}:\n{tail}"
         )
+
+
+def with_reading(timeout_s: float, *, weight_bytes: int) -> float:
+    """The longest start of an engine with so many bytes of weights, seconds."""
+    return timeout_s + weight_bytes / WEIGHT_BYTES_PER_S_MIN
+
+
+def _toolkit(inherited: Mapping[str, str]) -> dict[str, str]:
+    try:
+        return toolkit_environment(inherited)
+    except ToolkitError as error:
+        raise EngineServerError(str(error)) from error
 
 
 def _weight_bytes(model: Path) -> int:

@@ -21,7 +21,12 @@ class LauncherSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         int, Meta(ge=0, description="Free memory demanded if a setting names the engines.")
     ] = 3_000_000_000
     start_timeout_s: Annotated[
-        float, Meta(gt=0, description="Time for an engine to answer; a CPU takes 0.5-3 minutes.")
+        float,
+        Meta(
+            gt=0,
+            description="Time for an engine to answer, and 5 s more for each GB of its weights; a "
+            "CPU takes 0.5-3 minutes.",
+        ),
     ] = 600.0
     stop_grace_s: Annotated[
         float,
