@@ -56,7 +56,7 @@ async def read_up_to(
         elif time.monotonic() - moved_s >= stalled_s:
             place = max(behind, key=lambda place: ends[place] - behind[place])
             raise LogUnavailableError(
-                f"{place.topic}/{place.partition}: nothing came for {stalled_s:g} s at position "
+                f"{place}: nothing came for {stalled_s:g} s at position "
                 f"{behind[place]}, the end is {ends[place]}"
             )
         records = await reader.read(timeout_s=min(_READ_S, stalled_s), records_max=_RECORDS_MAX)

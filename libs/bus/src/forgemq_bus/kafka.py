@@ -167,23 +167,19 @@ class KafkaLog:
 
     async def committed(self, *, group: str, places: Sequence[Place]) -> dict[Place, int]:
         """Committed positions of the group; a partition without one is absent."""
-        there = {broker_place(place, run=self._run): place for place in places}
-        found = await self._topics.committed(in_run(group, run=self._run), list(there))
-        return {there[place]: position for place, position in found.items()}
+        name = in_run(group, run=self._run)
+        return self._of_contracts(await self._topics.committed(name, self._of_broker(places)))
 
     async def first_positions(self, places: Sequence[Place]) -> dict[Place, int]:
         """Offset of the oldest record that is kept."""
-        there = {broker_place(place, run=self._run): place for place in places}
-        found = await self._topics.first(list(there))
-        return {there[place]: position for place, position in found.items()}
+        return self._of_contracts(await self._topics.first(self._of_broker(places)))
 
     async def end_positions(
         self, places: Sequence[Place], *, isolation: Isolation = "committed"
     ) -> dict[Place, int]:
         """Offset that the next record will get (committed: the last stable offset)."""
-        there = {broker_place(place, run=self._run): place for place in places}
-        found = await self._topics.end(list(there), isolation=isolation)
-        return {there[place]: position for place, position in found.items()}
+        found = await self._topics.end(self._of_broker(places), isolation=isolation)
+        return self._of_contracts(found)
 
     async def trim(self, before: Mapping[Place, int]) -> None:
         """Delete records below these offsets."""
@@ -197,6 +193,17 @@ class KafkaLog:
         while self._opened:
             await self._opened.pop().close()
         await self._topics.close()
+
+    def _of_broker(self, places: Sequence[Place]) -> list[Place]:
+        """These partitions under their topics' names on the broker."""
+        return [broker_place(place, run=self._run) for place in places]
+
+    def _of_contracts(self, positions: Mapping[Place, int]) -> dict[Place, int]:
+        """Positions on the broker by the names of the contracts."""
+        return {
+            Place(contract_topic(place.topic, run=self._run), place.partition): position
+            for place, position in positions.items()
+        }
 
     async def _outbox(self, transactional_id: str | None) -> KafkaOutbox:
         producer = await open_producer(

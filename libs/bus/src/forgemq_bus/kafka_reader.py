@@ -42,9 +42,15 @@ PARTITION_FETCH_BYTES_MAX = 1024 * 1024
 PROBE_AFTER_S = 10.0
 
 
-def fetching_consumer(connection: KafkaConnection, *, isolation: Isolation) -> AIOKafkaConsumer:
-    """An aiokafka consumer without a group that raises if a position does not exist."""
-    return AIOKafkaConsumer(
+async def open_consumer(
+    connection: KafkaConnection, *, isolation: Isolation, doing: str
+) -> AIOKafkaConsumer:
+    """Start an aiokafka consumer without a group, which raises if a position does not exist.
+
+    Raises:
+        LogUnavailableError: the brokers do not answer; says what it is for (`doing`).
+    """
+    consumer = AIOKafkaConsumer(
         **client_settings(connection),
         enable_auto_commit=False,
         auto_offset_reset="none",
@@ -53,6 +59,9 @@ def fetching_consumer(connection: KafkaConnection, *, isolation: Isolation) -> A
         fetch_max_bytes=FETCH_BYTES_MAX,
         max_partition_fetch_bytes=PARTITION_FETCH_BYTES_MAX,
     )
+    client = consumer._client
+    await connect(connection, client, consumer.start, consumer.stop, client.close, doing=doing)
+    return consumer
 
 
 class KafkaReader:
@@ -221,8 +230,7 @@ class KafkaReader:
             first = await self._consumer.beginning_offsets([partition])
             end = await self._consumer.end_offsets([partition])
         return OutOfRangeError(
-            f"{place.topic}/{place.partition}: position {position} is outside "
-            f"{first[partition]}..{end[partition]}"
+            f"{place}: position {position} is outside {first[partition]}..{end[partition]}"
         )
 
 
@@ -243,10 +251,7 @@ async def open_reader(
     Raises:
         LogUnavailableError: the brokers do not answer.
     """
-    consumer = fetching_consumer(kafka_run.connection, isolation=isolation)
-    stops = consumer.stop, consumer._client.close
-    connection, client = kafka_run.connection, consumer._client
-    await connect(connection, client, consumer.start, *stops, doing="open a reader")
+    consumer = await open_consumer(kafka_run.connection, isolation=isolation, doing="open a reader")
     return KafkaReader(
         consumer, positions, kafka_run=kafka_run, values=values, gathers=gathers, count=count
     )

@@ -19,7 +19,7 @@ from forgemq_bus.kafka_connection import (
     retry,
     stop_client,
 )
-from forgemq_bus.kafka_reader import fetching_consumer
+from forgemq_bus.kafka_reader import open_consumer
 from forgemq_bus.kafka_settings import broker_settings, topic_facts
 from forgemq_bus.log import Isolation, Place
 from forgemq_bus.setting_faults import (
@@ -158,8 +158,7 @@ class KafkaTopics:
         for place in places:
             if not 0 <= place.partition < self._counts.get(place.topic, 0):
                 raise UnknownPlaceError(
-                    f"{place.topic}/{place.partition} does not exist on "
-                    f"{self._connection.bootstrap}; the topic has "
+                    f"{place} does not exist on {self._connection.bootstrap}; the topic has "
                     f"{self._counts.get(place.topic, 0)} partitions"
                 )
 
@@ -289,9 +288,7 @@ class KafkaTopics:
     async def _consumer(self, isolation: Isolation) -> AIOKafkaConsumer:
         async with self._opening:
             if isolation not in self._consumers:
-                consumer = fetching_consumer(self._connection, isolation=isolation)
-                stops = consumer.stop, consumer._client.close
-                client = consumer._client
-                await connect(self._connection, client, consumer.start, *stops, doing="connect")
-                self._consumers[isolation] = consumer
+                self._consumers[isolation] = await open_consumer(
+                    self._connection, isolation=isolation, doing="connect"
+                )
             return self._consumers[isolation]

@@ -63,7 +63,7 @@ class KafkaOutbox:
         for emit in emits:
             if self._blobs is None and len(emit.value) > RECORD_BYTES_MAX:
                 raise RecordTooLargeError(
-                    f"{emit.topic}/{emit.partition}: a value of {len(emit.value)} bytes is above "
+                    f"{emit.place}: a value of {len(emit.value)} bytes is above "
                     f"{RECORD_BYTES_MAX} and this log has no blob store"
                 )
         return await offloaded(emits, blobs=self._blobs, inline_bytes_max=self._inline_bytes_max)

@@ -25,6 +25,10 @@ class Place(NamedTuple):
     topic: str
     partition: int
 
+    def __str__(self) -> str:
+        """For messages: `topic/partition`."""
+        return f"{self.topic}/{self.partition}"
+
 
 class Record(Struct, frozen=True, kw_only=True):
     """One record as read from a log; its value is encoded and complete, also if it was a blob.
@@ -47,6 +51,11 @@ class Record(Struct, frozen=True, kw_only=True):
     def place(self) -> Place:
         """The partition it was read from."""
         return Place(self.topic, self.partition)
+
+    @property
+    def where(self) -> str:
+        """For messages: `topic/partition@offset`."""
+        return f"{self.place}@{self.offset}"
 
 
 class Emit(Struct, frozen=True, kw_only=True):

@@ -87,7 +87,7 @@ class MemoryStore:
         """The partition; UnknownPlaceError if it does not exist."""
         partition = self.partitions.get(place)
         if partition is None:
-            raise UnknownPlaceError(f"{place.topic}/{place.partition} does not exist")
+            raise UnknownPlaceError(f"{place} does not exist")
         return partition
 
     def end_position(self, place: Place, *, isolation: Isolation) -> int:
@@ -163,8 +163,7 @@ class MemoryStore:
         partition = self.partition(place)
         if not partition.first <= position <= partition.end:
             raise OutOfRangeError(
-                f"{place.topic}/{place.partition}: position {position} is outside "
-                f"{partition.first}..{partition.end}"
+                f"{place}: position {position} is outside {partition.first}..{partition.end}"
             )
         stop = self.end_position(place, isolation=isolation)
         found: list[Record] = []
@@ -182,8 +181,7 @@ class MemoryStore:
         partition = self.partition(place)
         if before > partition.end:
             raise OutOfRangeError(
-                f"{place.topic}/{place.partition}: cannot trim before {before}, "
-                f"the end is {partition.end}"
+                f"{place}: cannot trim before {before}, the end is {partition.end}"
             )
         count = max(0, before - partition.first)
         del partition.entries[:count]

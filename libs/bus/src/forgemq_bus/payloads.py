@@ -51,7 +51,7 @@ async def offloaded(
             return emit
         if blobs is None:
             raise RecordTooLargeError(
-                f"{emit.topic}/{emit.partition}: a value of {len(emit.value)} bytes is above the "
+                f"{emit.place}: a value of {len(emit.value)} bytes is above the "
                 f"inline limit of {inline_bytes_max} and this log has no blob store"
             )
         async with gate:
@@ -91,9 +91,7 @@ async def fetched(records: Sequence[Record], *, blobs: BlobStore | None) -> list
         except LostBlobError as error:
             return replace(record, value=b"", headers=headers, lost=f"the value is lost: {error}")
         except BlobError as error:
-            raise BlobError(
-                f"{record.topic}/{record.partition}@{record.offset}: {error}"
-            ) from error
+            raise BlobError(f"{record.where}: {error}") from error
         return replace(record, value=value, headers=headers)
 
     return list(await asyncio.gather(*map(one, records)))

@@ -77,7 +77,7 @@ def stream_app(
             try:
                 view.apply(message_of((await fetched([record], blobs=blobs))[0]))
             except (msgspec.MsgspecError, BlobError) as error:
-                on_bad(f"{record.topic}/{record.partition}@{record.offset}: {error}")
+                on_bad(f"{record.where}: {error}")
 
     app.agent(source, name="run-view")(apply)
     return app
