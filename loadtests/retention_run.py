@@ -156,7 +156,7 @@ class Run:
         for service, transform_of in TRANSFORMS.items():
             transform = transform_of(self._configuration, {})
             for number in range(transform.partitions(self._configuration)):
-                core = transform.core(number)
+                core = transform.make_core(number)
                 self._cores.append((service, core))
                 plan = transform.plan(number, configuration=self._configuration, settings=SETTINGS)
                 task = TransformTask(

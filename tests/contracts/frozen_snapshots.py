@@ -54,7 +54,7 @@ def transform_of(service: str) -> Transform:
 
 def fresh_core(service: str) -> Core:
     """The core of the recorded task."""
-    return transform_of(service).core(recording_of(service).partition)
+    return transform_of(service).make_core(recording_of(service).partition)
 
 
 async def largest_snapshot(service: str) -> bytes:

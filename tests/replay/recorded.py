@@ -49,7 +49,7 @@ async def rewritten(recording: Recording) -> Recording:
     transform = TRANSFORMS[recording.service](recording.configuration, {})
     number, configuration = recording.partition, recording.configuration
     plan = transform.plan(number, configuration=configuration, settings=TransformSettings())
-    log, core = RecordedLog(recording), transform.core(number)
+    log, core = RecordedLog(recording), transform.make_core(number)
     end = (await log.end_positions([plan.journal]))[plan.journal]
     batches = await read_journal(log, plan.journal, start=0, end=end)
     inputs = JournalledInputs(log)

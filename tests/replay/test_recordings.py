@@ -72,7 +72,7 @@ async def test_the_outputs_of_a_recording_have_the_known_digest(stem):
         async for batch in replay_task(
             RecordedLog(recording),
             Place(f"{recording.service}-journal-v1", recording.partition),
-            transform.core(recording.partition),
+            transform.make_core(recording.partition),
             service=recording.service,
             logic_version=transform.logic_version,
         )

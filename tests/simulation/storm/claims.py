@@ -287,7 +287,9 @@ class ClaimsSchedule:
         for transform in self._transforms:
             for number, plan in enumerate(self._plans(transform)):
                 outputs = transform.output_places(number, configuration=self._configuration)
-                Oracle(self._log, run=RUN, plan=plan).check(transform.core(number), outputs=outputs)
+                Oracle(self._log, run=RUN, plan=plan).check(
+                    transform.make_core(number), outputs=outputs
+                )
         for gateway in self._gateways:
             self._oracle.check_written(gateway.process.answered)
         self._oracle.check(self._agents.heard)

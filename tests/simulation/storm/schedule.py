@@ -227,7 +227,7 @@ class Schedule:
             number = plan.journal.partition
             outputs = self._transform.output_places(number, configuration=self._configuration)
             oracle = Oracle(self._log, run=RUN, plan=plan)
-            undisturbed = oracle.check(self._transform.core(number), outputs=outputs)
+            undisturbed = oracle.check(self._transform.make_core(number), outputs=outputs)
             # It opens the task's writer, and so waits until every transaction has its markers.
             await self._check_restore(plan, undisturbed)
             await self._check_replay(plan, outputs)
@@ -236,7 +236,7 @@ class Schedule:
 
     async def _check_replay(self, plan: TaskPlan, outputs: Sequence[Place]) -> None:
         """What is kept of the journal must write what stands on the log."""
-        core = self._transform.core(plan.journal.partition)
+        core = self._transform.make_core(plan.journal.partition)
         try:
             result = await compare(self._log, plan, core, outputs=outputs)
         except JournalError:
@@ -279,7 +279,7 @@ class Schedule:
     async def _restore(self, plan: TaskPlan) -> Core:
         """The core of a task that starts, before it reads an input."""
         core, process = (
-            self._transform.core(plan.journal.partition),
+            self._transform.make_core(plan.journal.partition),
             self._new_process(NumberedFaults()),
         )
         await process.log.transaction_writer(plan.transactional_id)

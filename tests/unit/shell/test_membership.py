@@ -89,7 +89,7 @@ async def leave_without_snapshots(log: MemoryLog, count: int) -> None:
                         number, configuration=CONFIGURATION, settings=TransformSettings()
                     ),
                     log=process.log,
-                    core=transform.core(number),
+                    core=transform.make_core(number),
                     telemetry=process.telemetry,
                     stop=asyncio.Event(),
                 ).run()

@@ -40,7 +40,7 @@ class BadRecordLimit:
         seen.bad_in_a_row += 1
         if seen.bad_in_a_row > limits.bad_consecutive_max:
             raise TooManyBadRecordsError(
-                f"{place.topic}/{place.partition}: {seen.bad_in_a_row} bad records in a row, "
+                f"{place}: {seen.bad_in_a_row} bad records in a row, "
                 f"at most {limits.bad_consecutive_max} are allowed "
                 f"(FORGEMQ_TRANSFORM_BAD_CONSECUTIVE_MAX); the last one: {reason}"
             )
@@ -48,7 +48,7 @@ class BadRecordLimit:
             seen.bad > limits.bad_fraction_max * seen.records
         ):
             raise TooManyBadRecordsError(
-                f"{place.topic}/{place.partition}: {seen.bad:.0f} of the last {seen.records:.0f} "
+                f"{place}: {seen.bad:.0f} of the last {seen.records:.0f} "
                 f"records are bad, at most {limits.bad_fraction_max:.0%} are allowed "
                 f"(FORGEMQ_TRANSFORM_BAD_FRACTION_MAX); the last one: {reason}"
             )

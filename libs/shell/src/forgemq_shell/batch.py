@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from forgemq_bus.decoding import decoded_record
+from forgemq_bus.kept_records import message_of
 from forgemq_bus.log import Emit, Headers, Place, Record
 from forgemq_contracts import topics
 from forgemq_contracts.journal import JournalInput, JournalledBatch, JournalLoss
@@ -88,7 +88,7 @@ class Batch:
             return self._add_bad(record, f"refused: {error}", has_dead_letter=True)
         except Exception as error:
             # A defect of the core may be any error; it ends the process, and says for which record.
-            error.add_note(f"while handling {record.topic}/{record.partition}@{record.offset}")
+            error.add_note(f"while handling {record.where}")
             raise
         self._write(outputs, headers)
         return None
@@ -175,14 +175,12 @@ def digest(emits: Sequence[Emit]) -> str:
 
 
 def _message(record: Record) -> Message:
-    if record.topic in topics.BY_DLQ_NAME:
-        decoded: msgspec.Struct = letter_of(record)
-    else:
-        decoded = decoded_record(record)
+    if record.topic not in topics.BY_DLQ_NAME:
+        return message_of(record)
     return Message(
         topic=record.topic,
         partition=record.partition,
         offset=record.offset,
         timestamp_ms=record.timestamp_ms,
-        record=decoded,
+        record=letter_of(record),
     )

@@ -12,19 +12,12 @@ _RETRY_S = 0.5
 """Between two tries: short beside a broker's start of seconds."""
 
 
-async def wait_for_broker(
-    log: Log,
-    *,
-    timeout_s: float,
-    clock_s: Callable[[], float] = time.monotonic,
-    say: Callable[[str], None],
-) -> None:
+async def wait_for_broker(log: Log, *, timeout_s: float, say: Callable[[str], None]) -> None:
     """Return when the broker takes topics; the one of all runs' records is there then.
 
     Args:
         log: Its calls end with LogUnavailableError long before `timeout_s`.
         timeout_s: For the whole wait; at least one try is made.
-        clock_s: Measures it.
         say: Gets what failed, after every try.
 
     Raises:
@@ -32,12 +25,12 @@ async def wait_for_broker(
         AccessError: the broker refuses this process.
         LogError: the broker refuses the topic.
     """
-    deadline_s = clock_s() + timeout_s
+    deadline_s = time.monotonic() + timeout_s
     while True:
         try:
             await log.create_topics({STARTED_RUNS.name: 1})
         except LogUnavailableError as error:
-            if clock_s() >= deadline_s:
+            if time.monotonic() >= deadline_s:
                 raise LogUnavailableError(
                     f"no broker answered within {timeout_s:g} s: is it up, and is FORGEMQ_KAFKA "
                     f"right? ({error})"

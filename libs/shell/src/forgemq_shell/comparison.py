@@ -106,8 +106,8 @@ def _lost_input(replayed: ReplayedBatch) -> Difference | None:
     if not replayed.lost:
         return None
     record = replayed.lost[0]
-    place = f"{record.topic}/{record.partition}@{record.offset}"
-    return Difference(sequence=replayed.batch.sequence, detail=f"input {place}: {record.lost}")
+    detail = f"input {record.where}: {record.lost}"
+    return Difference(sequence=replayed.batch.sequence, detail=detail)
 
 
 def _state_difference(replayed: ReplayedBatch) -> Difference | None:

@@ -19,11 +19,10 @@ def difference_lines(difference: Difference) -> Sequence[str]:
     batch = f"batch {difference.sequence}"
     if difference.place is None:
         return (f"differs in {batch}: {difference.detail}",)
-    topic, partition = difference.place
-    written, replayed = difference.written, difference.replayed
+    topic, written, replayed = difference.place.topic, difference.written, difference.replayed
     on_log = None if written is None else _decoded(topic, written.value)
     again = None if replayed is None else _decoded(topic, replayed.value)
-    at = f"{topic}/{partition}" + (f"@{written.offset}" if written else "")
+    at = str(difference.place) if written is None else written.where
     if written is None or replayed is None:
         does = "does not write this record" if replayed is None else "adds a record"
         position = f"first difference at {at} ({batch}): the replay {does}"

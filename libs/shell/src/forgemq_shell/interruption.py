@@ -1,7 +1,8 @@
-"""Ends long work early: at a stop, and with pauses in which a stop can arrive."""
+"""Ends long work and waits early: at a stop, and with pauses in which a stop can arrive."""
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -22,6 +23,13 @@ async def result_before(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) 
     """As `ends_before`; returns what `work` does, and None if it did not come to its end."""
     ended = await _ended(stop, work)
     return None if ended.cancelled() else ended.result()
+
+
+async def wait_at_most(event: asyncio.Event, timeout_s: float) -> None:
+    """Return when the event is set, or after this time."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
 
 
 async def _ended(

@@ -122,37 +122,34 @@ async def _entry(log: LogReads, record: Record) -> JournalEntry:
     return JournalEntry(position=record.offset, sequence=batch.sequence, batch=batch)
 
 
-async def read_batch(
-    log: LogReads, place: Place, position: int, *, clock_s: Callable[[], float] = time.monotonic
-) -> JournalledBatch:
+async def read_batch(log: LogReads, place: Place, position: int) -> JournalledBatch:
     """The first batch of a journal's partition at or behind this position, with its value.
 
     Raises:
         LostBlobError: its blob is missing or damaged.
         LogUnavailableError: the log does not give it.
     """
-    deadline_s = clock_s() + STALLED_S
+    deadline_s = time.monotonic() + STALLED_S
     reader = await log.reader({place: position})
     try:
-        while clock_s() < deadline_s:
+        while time.monotonic() < deadline_s:
             for record in await reader.read(timeout_s=_READ_S, records_max=1):
                 return _batch(record)
     finally:
         await reader.close()
-    raise LogUnavailableError(f"{place.topic}/{place.partition}: nothing came at {position}")
+    raise LogUnavailableError(f"{place}: nothing came at {position}")
 
 
 def _batch(record: Record) -> JournalledBatch:
     if record.lost:
-        raise LostBlobError(f"{record.topic}/{record.partition}@{record.offset}: {record.lost}")
+        raise LostBlobError(f"{record.where}: {record.lost}")
     return _DECODER.decode(record.value)
 
 
 def _following(previous: int | None, sequence: int, record: Record) -> int:
     if previous is not None and sequence != previous + 1:
         raise JournalError(
-            f"{record.topic}/{record.partition}: batch {sequence} at {record.offset} "
-            f"follows batch {previous}"
+            f"{record.place}: batch {sequence} at {record.offset} follows batch {previous}"
         )
     return sequence
 
@@ -174,8 +171,7 @@ def check_kept(starts: Mapping[Place, int], kept: Mapping[Place, int]) -> None:
     for place, start in starts.items():
         if start < kept[place]:
             raise JournalError(
-                f"{place.topic}/{place.partition}: record {start} is needed but the oldest "
-                f"one kept is {kept[place]}"
+                f"{place}: record {start} is needed but the oldest one kept is {kept[place]}"
             )
 
 
@@ -211,9 +207,9 @@ class JournalledInputs:
         Raises:
             JournalError: the log does not return the range's last record, or nothing for a minute.
         """
-        if self._reader is None:
-            raise JournalError(f"{item.topic}/{item.partition}@{item.offset}: not opened for it")
         place, end = Place(item.topic, item.partition), item.offset + item.count
+        if self._reader is None:
+            raise JournalError(f"{place}@{item.offset}: not opened for it")
         ahead, found = self._ahead[place], list[Record]()
         deadline_s = self._clock_s() + STALLED_S
         self._reader.resume([place])
@@ -223,7 +219,7 @@ class JournalledInputs:
                 continue
             # A record behind the range proves that its last one is gone: waiting cannot help.
             if ahead or self._clock_s() > deadline_s:
-                raise JournalError(f"{place.topic}/{place.partition}: record {end - 1} is missing")
+                raise JournalError(f"{place}: record {end - 1} is missing")
             records = await self._reader.read(timeout_s=_READ_S, records_max=_RECORDS_MAX)
             if records:
                 deadline_s = self._clock_s() + STALLED_S

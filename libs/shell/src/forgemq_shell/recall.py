@@ -69,7 +69,7 @@ async def _recall(core: RecallingCore, log: LogReads, named: References) -> Sequ
     finally:
         await reader.close()
     if left:
-        raise JournalError(f"{place.topic}/{place.partition}: record {min(left)} is missing")
+        raise JournalError(f"{place}: record {min(left)} is missing")
     return lost
 
 

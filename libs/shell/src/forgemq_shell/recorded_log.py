@@ -83,8 +83,7 @@ class RecordedReader:
             if taken:
                 return [_record(place, recorded) for recorded in taken]
         if is_at_end:
-            read = sorted(set(self._parts) - self._paused)
-            names = ", ".join(f"{topic}/{partition}" for topic, partition in read)
+            names = ", ".join(map(str, sorted(set(self._parts) - self._paused)))
             raise RecordingError(f"the recording has no more records of {names}")
         return []
 

@@ -180,7 +180,7 @@ async def replay_task(
                     assert batch.snapshot is not None
                     core.restore(batch.snapshot)
                     for record in await recall(core, log):
-                        raise JournalError(f"{_at(record)}: {record.lost}")
+                        raise JournalError(f"{record.where}: {record.lost}")
                     continue
                 done = await _replay_batch(core, batch, inputs=inputs, service=service)
                 yield replace(done, logic_left_out=before)
@@ -246,10 +246,6 @@ def _without_beginning(batches: Sequence[JournalledBatch]) -> JournalError:
     return JournalError(
         f"the journal starts with batch {batches[0].sequence} and has no snapshot to begin with"
     )
-
-
-def _at(record: Record) -> str:
-    return f"{record.topic}/{record.partition}@{record.offset}"
 
 
 def _without_state(batch: JournalledBatch) -> JournalledBatch:

@@ -7,7 +7,7 @@ One line a task on stdout: what was replayed, and that it is equal or the first 
 import argparse
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeAlias
@@ -15,7 +15,7 @@ from typing import TypeAlias
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.errors import AccessError, LogError
 from forgemq_bus.kafka import KafkaLog
-from forgemq_bus.log import LogReads
+from forgemq_bus.log import LogReads, Place
 from forgemq_contracts.run import RunConfiguration
 from forgemq_settings.environment import SettingsError
 from forgemq_settings.hidden_process import hide_process
@@ -32,6 +32,7 @@ from forgemq_shell.recording import (
 )
 from forgemq_shell.service import EXIT_FAILED, EXIT_OK, EXIT_REFUSED, Main, run_service
 from forgemq_shell.started_run import RunNotStartedError, UnreadableRunError, started_run
+from forgemq_shell.task_plan import TaskPlan
 from forgemq_shell.transform import Transform
 from forgemq_shell.transform_settings import TransformSettings
 
@@ -172,20 +173,20 @@ def _print(line: str) -> None:
     sys.stdout.flush()
 
 
-def _numbers(
+def _tasks(
     transform: Transform, configuration: RunConfiguration, partition: int | None
-) -> Sequence[int]:
-    """The journal's partitions, or the one that was asked for.
+) -> Iterator[tuple[TaskPlan, tuple[Place, ...]]]:
+    """Plan of each task, or of the one that was asked for, and where the task may write.
 
     Raises:
         SettingsError: the journal has no such partition.
     """
     count = transform.partitions(configuration)
-    if partition is None:
-        return range(count)
-    if not 0 <= partition < count:
+    if partition is not None and not 0 <= partition < count:
         raise SettingsError(f"--partition {partition}: the journal has partitions 0 to {count - 1}")
-    return (partition,)
+    for number in range(count) if partition is None else (partition,):
+        plan = transform.plan(number, configuration=configuration, settings=TransformSettings())
+        yield plan, transform.output_places(number, configuration=configuration)
 
 
 async def replay_transform(
@@ -206,11 +207,10 @@ async def replay_transform(
         SettingsError: the journal has no such partition.
     """
     statuses = set[int]()
-    for number in _numbers(transform, configuration, partition):
-        plan = transform.plan(number, configuration=configuration, settings=TransformSettings())
-        outputs = transform.output_places(number, configuration=configuration)
+    for plan, outputs in _tasks(transform, configuration, partition):
+        number = plan.journal.partition
         try:
-            result = await compare(log, plan, transform.core(number), outputs=outputs)
+            result = await compare(log, plan, transform.make_core(number), outputs=outputs)
         except JournalError as error:
             advice = "" if isinstance(error, OtherLogicError) else f"; {KEEPING}"
             say(f"{plan.service} {number}: cannot be replayed: {error}{advice}")
@@ -236,10 +236,9 @@ async def record_transform(
         RecordingError: a task has too much for one.
         SettingsError: the journal has no such partition.
     """
-    for number in _numbers(transform, configuration, partition):
-        plan = transform.plan(number, configuration=configuration, settings=TransformSettings())
-        outputs = transform.output_places(number, configuration=configuration)
+    for plan, outputs in _tasks(transform, configuration, partition):
         recording = await record_task(log, plan, configuration=configuration, outputs=outputs)
+        number = plan.journal.partition
         path = folder / f"{plan.service}-{number}.recording"
         write_recording(recording, path)
         count = sum(len(part.records) for part in recording.partitions)

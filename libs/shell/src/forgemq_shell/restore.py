@@ -57,6 +57,11 @@ class KeptSnapshot:
     position: int
     positions: Mapping[Place, int]
 
+    @classmethod
+    def of(cls, batch: JournalledBatch, *, position: int) -> "KeptSnapshot":
+        """The snapshot in this batch of the journal, which lies at `position`."""
+        return cls(position=position, positions=positions_needed(batch))
+
 
 @dataclass(slots=True, kw_only=True)
 class TakenOver:
@@ -141,7 +146,7 @@ class _Chain:
 
     batches: list[JournalledBatch] = field(default_factory=list)
     position: int = 0
-    lost: int = 0
+    snapshots_lost: int = 0
 
 
 async def restore(plan: TaskPlan, *, log: Log, core: Core, telemetry: Telemetry) -> Restored:
@@ -170,9 +175,9 @@ async def restore(plan: TaskPlan, *, log: Log, core: Core, telemetry: Telemetry)
         journal_start=journal_start,
         sequence=entries[-1].sequence + 1 if entries else 0,
         run_ms=_run_ms(batches),
-        snapshot=_kept(chain) if has_snapshot else None,
+        snapshot=KeptSnapshot.of(batches[0], position=chain.position) if has_snapshot else None,
         batches=len(batches) - has_snapshot,
-        wants_snapshot=chain.lost > 0
+        wants_snapshot=chain.snapshots_lost > 0
         or any(writer_logic(batch) != plan.logic_version for batch in batches),
         lost=lost,
     )
@@ -188,17 +193,17 @@ async def _chain(
             try:
                 batch = await read_batch(log, plan.journal, entry.position)
             except LostBlobError as error:
-                chain.lost += 1
+                chain.snapshots_lost += 1
                 telemetry.event("snapshot_lost", batch=entry.sequence, error=str(error))
                 continue  # It holds no input, and an older snapshot is kept.
         chain.batches.insert(0, batch)
         if batch.snapshot is not None:
             chain.position = entry.position
             return chain
-    if chain.lost and entries[0].sequence:
+    if chain.snapshots_lost and entries[0].sequence:
         raise JournalError(
-            f"{plan.journal.topic}/{plan.journal.partition}: {chain.lost} snapshots of the "
-            f"journal are lost, and no other is kept"
+            f"{plan.journal}: {chain.snapshots_lost} snapshots of the journal are lost, and no "
+            f"other is kept"
         )
     return chain
 
@@ -264,7 +269,3 @@ def _diverged(plan: TaskPlan, replayed: ReplayedBatch) -> DivergedError:
 def _run_ms(batches: Sequence[JournalledBatch]) -> int:
     ticks = [item.tick_ms for batch in batches for item in batch.inputs if not item.topic]
     return max([*ticks, *(batch.run_ms for batch in batches)], default=0)
-
-
-def _kept(chain: _Chain) -> KeptSnapshot:
-    return KeptSnapshot(position=chain.position, positions=positions_needed(chain.batches[0]))

@@ -39,7 +39,7 @@ def restored_positions(
             journalled = committed.get(place, 0)
         if committed.get(place, journalled) != journalled:
             raise JournalError(
-                f"{place.topic}/{place.partition}: the journal has handled it up to {journalled}, "
+                f"{place}: the journal has handled it up to {journalled}, "
                 f"committed is {committed[place]}: the brokers lost records of the journal or "
                 f"positions"
             )

@@ -166,11 +166,6 @@ async def _serve(main: Main, environ: Mapping[str, str], telemetry: Telemetry) -
         loop.add_signal_handler(number, stop.set)
     loop_watch = LoopWatch()
     async with asyncio.TaskGroup() as group:
-        if settings.alive_file:
-            path, silent_s_max = Path(settings.alive_file), settings.silent_s_max
-            living = group.create_task(
-                keep_alive_file(path, loop_watch, telemetry, silent_s_max=silent_s_max)
-            )
         work = group.create_task(
             _run_main(
                 main,
@@ -181,12 +176,14 @@ async def _serve(main: Main, environ: Mapping[str, str], telemetry: Telemetry) -
                 loop_watch=loop_watch,
             )
         )
-        stopping = group.create_task(
-            _cancel_after_grace(stop, work, settings.stop_grace_s, telemetry)
-        )
-        work.add_done_callback(lambda _: stopping.cancel())
+        beside = [_cancel_after_grace(stop, work, settings.stop_grace_s, telemetry)]
         if settings.alive_file:
-            work.add_done_callback(lambda _: living.cancel())
+            path, silent_s_max = Path(settings.alive_file), settings.silent_s_max
+            beside.append(keep_alive_file(path, loop_watch, telemetry, silent_s_max=silent_s_max))
+        tasks = [group.create_task(coroutine) for coroutine in beside]
+        await asyncio.wait([work])
+        for task in tasks:
+            task.cancel()
 
 
 async def _cancel_after_grace(

@@ -15,7 +15,7 @@ from forgemq_contracts.messages import Core, Output
 from forgemq_shell.batch import digest
 from forgemq_shell.journal import read_batch, snapshot_headers
 from forgemq_shell.patience import patiently
-from forgemq_shell.recall import oldest_named, positions_needed
+from forgemq_shell.recall import oldest_named
 from forgemq_shell.records import emit_of
 from forgemq_shell.restore import KeptSnapshot, Restored
 from forgemq_shell.task_plan import TaskPlan
@@ -121,13 +121,10 @@ class Snapshots:
         if reason:
             self._telemetry.event("snapshot_lost", batch=batch.sequence, error=reason)
             return
-        previous, self._read = self._read, _kept(batch, self._written_at)
+        previous = self._read
+        self._read = KeptSnapshot.of(batch, position=self._written_at)
         if previous is not None:
             self.journal_start = previous.position
             await writer.commit(
                 outputs=(), group=self._plan.needed_group, positions=previous.positions
             )
-
-
-def _kept(batch: JournalledBatch, position: int) -> KeptSnapshot:
-    return KeptSnapshot(position=position, positions=positions_needed(batch))

@@ -69,7 +69,7 @@ class TransformTask:
         self._run_ms = 0
         self._live_since_s = 0.0
         self._ticked_s = float("-inf")
-        self._lag_s = float("-inf")
+        self._measured_s = float("-inf")
         self._commit_s = 0.0
         self._lost: Sequence[Record] = ()
 
@@ -288,9 +288,9 @@ class TransformTask:
             await self._snapshots.read_back(batch, writer)
 
     async def _measure_lag(self, reader: Reader) -> None:
-        if not self._telemetry.is_exporting or self._clock_s() - self._lag_s < _LAG_EVERY_S:
+        if not self._telemetry.is_exporting or self._clock_s() - self._measured_s < _LAG_EVERY_S:
             return
-        self._lag_s = self._clock_s()
+        self._measured_s = self._clock_s()
         ends = await self._log.end_positions(self._plan.inputs)
         lag = sum(max(0, end - reader.position(place)) for place, end in ends.items())
         self._telemetry.gauge("transform.lag_records", lag, partition=self._plan.journal.partition)

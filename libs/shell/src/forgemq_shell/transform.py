@@ -27,6 +27,7 @@ from forgemq_contracts.messages import Core
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.topics import Topic
 from forgemq_settings.environment import parse
+from forgemq_shell.interruption import wait_at_most
 from forgemq_shell.loop_watch import LoopWatch
 from forgemq_shell.task import TransformTask
 from forgemq_shell.task_plan import TaskPlan
@@ -147,10 +148,6 @@ class Transform:
             settings=settings,
         )
 
-    def core(self, partition: int) -> Core:
-        """A fresh core for this journal partition."""
-        return self.make_core(partition)
-
     def partitions(self, configuration: RunConfiguration) -> int:
         """Number of tasks in the run: one per partition of the journal."""
         return len(partitions_of(self.journal, configuration))
@@ -242,7 +239,7 @@ class _Tasks:
                     partition, configuration=context.configuration, settings=self._settings
                 ),
                 log=context.log,
-                core=self._transform.core(partition),
+                core=self._transform.make_core(partition),
                 telemetry=context.telemetry,
                 stop=stop,
                 # A simulation's loop has its own time; any other loop has the monotonic clock.
@@ -256,15 +253,6 @@ class _Tasks:
                 context.telemetry.event("fenced", partition=partition, error=str(error))
                 # Not fatal: the fencing writer may be a process that hung, lost the partition and
                 # woke up late. While this process is assigned the partition, it takes it back.
-                await _wait(stop, self._settings.refence_after_s)
+                await wait_at_most(stop, self._settings.refence_after_s)
             finally:
                 context.loop_watch.end(loop)
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    """Return when the event is set, or after the time."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return

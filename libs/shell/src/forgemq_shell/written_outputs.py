@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -42,12 +42,9 @@ class WrittenOutputs:
         task: Transactional id of the task, as in its records' header `batch`: `merger-0`.
     """
 
-    def __init__(
-        self, log: LogReads, *, task: str, clock_s: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, log: LogReads, *, task: str) -> None:
         self._log = log
         self._task = task
-        self._clock_s = clock_s
         self._reader: Reader | None = None
         self._ends: Mapping[Place, int] = MappingProxyType({})
         self._trimmed: set[Place] = set()
@@ -98,7 +95,7 @@ class WrittenOutputs:
         """Read until a record of this task is at the front; False if none is left."""
         ahead, reader = self._ahead[place], self._reader
         assert reader is not None, "open comes first"
-        deadline_s = self._clock_s() + STALLED_S
+        deadline_s = time.monotonic() + STALLED_S
         reader.resume([place])
         try:
             while not ahead and reader.position(place) < self._ends[place]:
@@ -107,9 +104,9 @@ class WrittenOutputs:
                     number = batch_sequence(record.headers, task=self._task)
                     if number is not None and record.offset < self._ends[place]:
                         ahead.append((number, record))
-                if not records and self._clock_s() > deadline_s:
+                if not records and time.monotonic() > deadline_s:
                     raise LogUnavailableError(
-                        f"{place.topic}/{place.partition}: nothing came at position "
+                        f"{place}: nothing came at position "
                         f"{reader.position(place)}, the end is {self._ends[place]}"
                     )
         finally:

@@ -1,11 +1,10 @@
 """Work that is done again and again until the service stops."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 
 from forgemq_auditor.group_audit import GroupAudit
 from forgemq_bus.errors import FencedError, LogError
+from forgemq_shell.interruption import wait_at_most
 from forgemq_shell.service import Context
 
 Round = Callable[[], Awaitable[None]]
@@ -23,7 +22,7 @@ async def repeat(context: Context, work: Round, *, every_s: float, failed: str) 
         except LogError as error:
             # Nothing was deleted that should not be; what stays costs space until the next round.
             context.telemetry.event(failed, error=str(error))
-        await sleep_unless_stopped(context, every_s)
+        await wait_at_most(context.stop, every_s)
 
 
 async def keep_audited(context: Context, *, every_s: float) -> None:
@@ -34,11 +33,11 @@ async def keep_audited(context: Context, *, every_s: float) -> None:
             await _audit(context, every_s=every_s)
         except FencedError as error:
             telemetry.event("audit_fenced", error=str(error))
-            await sleep_unless_stopped(context, RETAKE_AFTER_S)
+            await wait_at_most(context.stop, RETAKE_AFTER_S)
         except LogError as error:
             # Nothing is trimmed meanwhile; the next one goes on from what was committed.
             telemetry.event("audit_failed", error=str(error))
-            await sleep_unless_stopped(context, every_s)
+            await wait_at_most(context.stop, every_s)
 
 
 async def _audit(context: Context, *, every_s: float) -> None:
@@ -52,13 +51,6 @@ async def _audit(context: Context, *, every_s: float) -> None:
                 context.telemetry.count("auditor.groups_audited", done.groups)
             context.telemetry.count("auditor.groups_audited", done.groups)
             if not is_last:
-                await sleep_unless_stopped(context, every_s)
+                await wait_at_most(context.stop, every_s)
     finally:
         await audit.close()
-
-
-async def sleep_unless_stopped(context: Context, timeout_s: float) -> None:
-    """Return after this time, or at once when the service is to stop."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await context.stop.wait()

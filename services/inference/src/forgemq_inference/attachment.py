@@ -36,6 +36,7 @@ from forgemq_inference.reports import Reports
 from forgemq_inference.requests import NOT_SERVING, Requests
 from forgemq_inference.settings import InferenceSettings
 from forgemq_inference.weight_loader import Loading, WeightLoader
+from forgemq_shell.interruption import wait_at_most
 from forgemq_telemetry import Telemetry
 from forgemq_telemetry.causes import causes
 
@@ -324,9 +325,7 @@ class Attachment:
         """
         failures = 0
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.heartbeat_s):
-                    await self._suspected.wait()
+            await wait_at_most(self._suspected, self._settings.heartbeat_s)
             self._suspected.clear()
             if self._is_changing:
                 # A load has its own deadlines, and the engine may not answer during one.

@@ -1,7 +1,6 @@
 """What a lane reports: heartbeats, changes, and the weights it serves."""
 
 import asyncio
-from contextlib import suppress
 
 from msgspec import Struct
 
@@ -13,6 +12,7 @@ from forgemq_inference.core.weights import WeightsState
 from forgemq_inference.requests import Requests
 from forgemq_inference.weight_loader import Loading
 from forgemq_shell.clock import now_ms
+from forgemq_shell.interruption import wait_at_most
 from forgemq_shell.records import emit_of
 from forgemq_telemetry import Telemetry
 
@@ -98,9 +98,7 @@ class Reports:
         while True:
             self._changed.clear()
             await self.write_report()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._heartbeat_s):
-                    await self._changed.wait()
+            await wait_at_most(self._changed, self._heartbeat_s)
 
     async def write_report(self) -> None:
         """Write one report."""

@@ -1,7 +1,6 @@
 """Watches one run while it is up and says how it ended."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -16,6 +15,7 @@ from forgemq_launcher.upkeep.run_processes import RunProcesses
 from forgemq_launcher.upkeep.stop_signal import StopSignal, asked_text
 from forgemq_launcher.upkeep.supervisor import ProcessFailedError
 from forgemq_sglang_cpu.server import EngineServerError
+from forgemq_shell.interruption import wait_at_most
 from forgemq_telemetry.causes import causes
 
 SETTLE_TIMEOUT_S = 120.0
@@ -128,7 +128,6 @@ async def tell_agents(
     deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
     while not stop.event.is_set() and time.monotonic() < deadline_s:
         if await asyncio.to_thread(says_ended):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.event.wait(), told_s)
+            await wait_at_most(stop.event, told_s)
             return
         await asyncio.sleep(SETTLED_CHECK_EVERY_S)
