@@ -32,8 +32,8 @@ _NUMBERED = re.compile(r"(.*)/(0|[1-9][0-9]{0,14})", re.DOTALL)
 _DIGEST_BYTES = 8  # two of 49,152 keys share a digest with probability 1e-10
 
 
-class _Place(NamedTuple):
-    """Where a key is kept: the number of a source, or a digest (number -1)."""
+class _KeptAs(NamedTuple):
+    """How a key is kept: as a number of the source with this digest, or as a digest (number -1)."""
 
     digest: int
     number: int
@@ -64,40 +64,40 @@ class AskedKeys:
 
     def add(self, key: str, *, domain: str) -> bool:
         """Note a key; False if it is known."""
-        is_new = self._add(_place(key, domain=domain))
+        is_new = self._add(_kept_as(key, domain=domain))
         self.added_count += is_new
         return is_new
 
-    def _add(self, place: _Place) -> bool:
-        if place.number < 0:
-            is_new = place.digest not in self._keys
-            self._keys.add(place.digest)
+    def _add(self, kept: _KeptAs) -> bool:
+        if kept.number < 0:
+            is_new = kept.digest not in self._keys
+            self._keys.add(kept.digest)
             return is_new
-        bounds = self._ranges.setdefault(place.digest, [])
+        bounds = self._ranges.setdefault(kept.digest, [])
         before = len(bounds)
-        is_new = _add(bounds, place.number)
+        is_new = _add_number(bounds, kept.number)
         self._range_count += (len(bounds) - before) // 2
         return is_new
 
     def has(self, key: str, *, domain: str) -> bool:
         """Whether a group with this key was requested."""
-        place = _place(key, domain=domain)
-        if place.number < 0:
-            return place.digest in self._keys
-        return bisect_right(self._ranges.get(place.digest, ()), place.number) % 2 == 1
+        kept = _kept_as(key, domain=domain)
+        if kept.number < 0:
+            return kept.digest in self._keys
+        return bisect_right(self._ranges.get(kept.digest, ()), kept.number) % 2 == 1
 
     def limit_reached(self, key: str, *, domain: str) -> str:
         """Why a new key cannot be kept, naming the limit; "" if it can."""
-        place = _place(key, domain=domain)
-        if place.number < 0:
+        kept = _kept_as(key, domain=domain)
+        if kept.number < 0:
             if len(self._keys) < KEYS_MAX:
                 return ""
             return (
                 f"a run remembers at most {KEYS_MAX} keys that do not end in '/<number>'; number "
                 "the groups of one source, as in 'shop/0', 'shop/1', which has no limit"
             )
-        bounds = self._ranges.get(place.digest, ())
-        extends_a_range = place.number in bounds or place.number + 1 in bounds
+        bounds = self._ranges.get(kept.digest, ())
+        extends_a_range = kept.number in bounds or kept.number + 1 in bounds
         if self._range_count < RANGES_MAX or extends_a_range or self.has(key, domain=domain):
             return ""
         return (
@@ -144,14 +144,14 @@ def number_of(key: str, *, source: str) -> int | None:
     return int(found[2]) if found is not None and found[1] == source else None
 
 
-def _place(key: str, *, domain: str) -> _Place:
+def _kept_as(key: str, *, domain: str) -> _KeptAs:
     found = _NUMBERED.fullmatch(key)
     if found is None:
-        return _Place(_digest("key", domain, key), -1)
-    return _Place(_digest("number", domain, found[1]), int(found[2]))
+        return _KeptAs(_digest("key", domain, key), -1)
+    return _KeptAs(_digest("number", domain, found[1]), int(found[2]))
 
 
-def _add(bounds: list[int], number: int) -> bool:
+def _add_number(bounds: list[int], number: int) -> bool:
     """Add a number to the ranges; False if one of them has it."""
     position = bisect_right(bounds, number)
     if position % 2:

@@ -30,7 +30,7 @@ DomainName: TypeAlias = Annotated[
 ]
 Purpose: TypeAlias = Annotated[
     Literal["train", "eval"],
-    Meta(description="Evaluation groups take no slot, never merge and never train."),
+    Meta(description="Evaluation groups take no slot, get no tree and never train."),
 ]
 Source: TypeAlias = Annotated[
     Literal["agent", "import", "live"],

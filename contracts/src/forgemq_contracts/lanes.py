@@ -10,7 +10,7 @@ any moment. The staleness bound does not depend on their agreement: docs/stalene
 
 from typing import TypeAlias
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
 
@@ -81,19 +81,18 @@ class LaneLiveness:
     def observe_loaded(self, loaded: LoadedWeights, *, at_ms: int) -> None:
         """Apply that a lane serves these weights; only a heartbeat makes a lane live."""
         known = self._lanes.get(loaded.lane)
-        weights = (loaded.lineage, loaded.version)
         if known is not None and loaded.epoch < known.epoch:
             return
-        is_same_epoch = known is not None and loaded.epoch == known.epoch
-        if known is not None and is_same_epoch:
-            weights = max(weights, known.weights)
-        served = KnownLane(
-            lane=loaded.lane,
-            epoch=loaded.epoch,
-            is_serving=known is not None and is_same_epoch and known.is_serving,
-            weights=weights,
-            heard_ms=known.heard_ms if known is not None and is_same_epoch else at_ms,
-        )
+        if known is None or loaded.epoch > known.epoch:  # A process that was not heard yet.
+            known = KnownLane(
+                lane=loaded.lane,
+                epoch=loaded.epoch,
+                is_serving=False,
+                weights=(loaded.lineage, loaded.version),
+                heard_ms=at_ms,
+            )
+        weights = max(known.weights, (loaded.lineage, loaded.version))
+        served = structs.replace(known, weights=weights)
         self._keep(served, is_news=True)
         self.pass_time(at_ms)
 

@@ -209,14 +209,11 @@ def _spans(queues: tuple[Queue, ...], stages: tuple[Stage, ...]) -> Iterator[_Sp
 
 def _sums(rates: Sequence[Fraction]) -> tuple[Row, ...]:
     """Sums of the first n rows, for n from 0 to the period of the rates."""
-    period = next(n for n in _divisors(SHARE_PARTS) if all((n * r).denominator == 1 for r in rates))
+    divisors = (n for n in range(1, SHARE_PARTS + 1) if SHARE_PARTS % n == 0)
+    period = next(n for n in divisors if all((n * rate).denominator == 1 for rate in rates))
     rows = islice(even_rows(rates), period)
     return tuple(accumulate(rows, _added, initial=(0,) * len(rates)))
 
 
 def _added(left: Row, right: Row) -> Row:
     return tuple(one + other for one, other in zip(left, right, strict=True))
-
-
-def _divisors(number: int) -> Iterator[int]:
-    return (n for n in range(1, number + 1) if number % n == 0)

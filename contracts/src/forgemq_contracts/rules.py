@@ -1,4 +1,4 @@
-"""Rules that no schema can express: bytes that are arrays or JSON documents, finite numbers.
+"""Rules that no schema can express: of bytes, of numbers, and of what may train.
 
 Structs call these when they are made and when they are decoded, so a record that breaks a rule
 does not decode and never reaches a reader. Each raises ValueError with the field and the rule.
@@ -141,12 +141,3 @@ def _check_document(
 _ANY: "msgspec.json.Decoder[object]" = msgspec.json.Decoder(msgspec.Raw)
 _OBJECTS: "msgspec.json.Decoder[object]" = msgspec.json.Decoder(list[dict[str, Any]])
 _OBJECT: "msgspec.json.Decoder[object]" = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
-def check_tree_limit(limit: int | None, *, context_tokens_max: int) -> None:
-    """Raise ValueError if one episode that fits the context could be a tree over the limit."""
-    if limit is not None and limit < context_tokens_max:
-        raise ValueError(
-            "trainer.tree_tokens_max must be at least model.context_tokens_max: one episode may be "
-            f"that long, got {limit} and {context_tokens_max}"
-        )

@@ -16,7 +16,7 @@ from forgemq_contracts.loss import check_loss
 from forgemq_contracts.pool import Pool
 from forgemq_contracts.queues import played_queues, window_of
 from forgemq_contracts.rank_rules import check_ranks, shard_ranks_of
-from forgemq_contracts.rules import check_numbers, check_tree_limit
+from forgemq_contracts.rules import check_numbers
 from forgemq_contracts.run import ENGINE_QUANTIZATIONS, Queue, RunConfiguration
 from forgemq_contracts.speculation import Speculation
 from forgemq_contracts.stage_rules import check_stages
@@ -30,6 +30,31 @@ def check(configuration: RunConfiguration) -> None:
         ValueError: Names the field and the rule.
     """
     check_numbers(configuration)
+    _check_queues(configuration)
+    _check_lane_counts(configuration)
+    _check_agents(configuration)
+    _check_evaluation(configuration)
+    _check_live(configuration)
+    _check_sampling(configuration)
+    _check_stop_strings(configuration)
+    _check_domains(configuration)
+    check_stages(configuration)
+    check_curricula(configuration)
+    check_supervised(configuration)
+    _check_pool(configuration.pool)
+    _check_speculation(configuration)
+    if configuration.lanes:
+        check_lanes(configuration.lanes, partitions=configuration.log.lanes)
+    _check_tree_limit(configuration)
+    check_ranks(configuration.trainer)
+    _check_expert_ranks(configuration)
+    check_loss(configuration.loss)
+    _check_distillation(configuration)
+    _check_quantization(configuration)
+    check_lora(configuration)
+
+
+def _check_queues(configuration: RunConfiguration) -> None:
     domains = [queue.domain for queue in configuration.queues]
     if len(set(domains)) != len(domains):
         raise ValueError(f"queues: every domain may have one queue, got {domains}")
@@ -50,33 +75,25 @@ def check(configuration: RunConfiguration) -> None:
                 f"queues.{queue.domain}.group_size (G) must be at least 2: an advantage compares "
                 f"the rollouts of a group, got {queue.group_size}"
             )
-    if lanes_limit(configuration.log) < configuration.log.lanes:
+
+
+def _check_lane_counts(configuration: RunConfiguration) -> None:
+    layout = configuration.log
+    if lanes_limit(layout) < layout.lanes:
         raise ValueError(
-            "log.lanes_max must be at least log.lanes, "
-            f"got {configuration.log.lanes_max} and {configuration.log.lanes}"
+            f"log.lanes_max must be at least log.lanes, got {layout.lanes_max} and {layout.lanes}"
         )
-    _check_agents(configuration)
-    _check_evaluation(configuration)
-    _check_live(configuration)
-    _check_sampling(configuration)
-    _check_stop_strings(configuration)
-    _check_domains(configuration)
-    check_stages(configuration)
-    check_curricula(configuration)
-    check_supervised(configuration)
-    if configuration.pool is not None:
-        _check_pool(configuration.pool)
-    _check_speculation(configuration)
-    if configuration.lanes:
-        check_lanes(configuration.lanes, partitions=configuration.log.lanes)
+
+
+def _check_tree_limit(configuration: RunConfiguration) -> None:
+    """Refuse a limit under which one episode that fits the context could be too large a tree."""
+    limit = configuration.trainer.tree_tokens_max
     context_tokens_max = configuration.model.context_tokens_max
-    check_tree_limit(configuration.trainer.tree_tokens_max, context_tokens_max=context_tokens_max)
-    check_ranks(configuration.trainer)
-    _check_expert_ranks(configuration)
-    check_loss(configuration.loss)
-    _check_distillation(configuration)
-    _check_quantization(configuration)
-    check_lora(configuration)
+    if limit is not None and limit < context_tokens_max:
+        raise ValueError(
+            "trainer.tree_tokens_max must be at least model.context_tokens_max: one episode may be "
+            f"that long, got {limit} and {context_tokens_max}"
+        )
 
 
 def _check_expert_ranks(configuration: RunConfiguration) -> None:
@@ -167,7 +184,9 @@ def _check_live(configuration: RunConfiguration) -> None:
             raise ValueError(f"live.{field}: every key must have its own, got {twice} twice")
 
 
-def _check_pool(pool: Pool) -> None:
+def _check_pool(pool: Pool | None) -> None:
+    if pool is None:
+        return
     foreign = ("extra_config",) if pool.storage == "file" else ("folder", "folder_gb_max")
     for field in foreign:
         if getattr(pool, field):
