@@ -71,18 +71,18 @@ class SchedulerCore:
     def handle(self, event: Event) -> Sequence[Output]:
         """Apply one event; return the records to write, in order."""
         self._outputs = []
-        lanes = self._lanes.revision
         if isinstance(event, Tick):
             self._on_tick(event)
-        else:
-            self._on_record(event.record)
-            is_report = isinstance(event.record, ReportedEngine)
-            if isinstance(event.record, OpenedEpisode) or (
-                is_report and lanes == self._lanes.revision
-            ):
-                # Most records are claims and heartbeats; those without news change no decision.
-                return self._outputs
-        self._advance()
+            self._advance()
+            return self._outputs
+        known_of_lanes = self._lanes.revision
+        self._on_record(event.record)
+        # Most records are claims and heartbeats. A claim changes no decision, nor does a heartbeat
+        # that says only that a live lane is still there.
+        is_heartbeat = isinstance(event.record, ReportedEngine)
+        is_claim = isinstance(event.record, OpenedEpisode)
+        if not is_claim and not (is_heartbeat and self._lanes.revision == known_of_lanes):
+            self._advance()
         return self._outputs
 
     def snapshot(self) -> bytes:
