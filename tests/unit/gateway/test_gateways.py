@@ -124,7 +124,7 @@ def test_one_that_refuses_connections_is_gone_until_it_is_heard_again() -> None:
     mine.take_owners(owned(1, a=(0, 1), b=(2, 3)))
     mine.hear(report("a"), heard_s=0.0)
     mine.hear(report("b"), heard_s=0.0)
-    mine.refuse("b")
+    mine.note_gone("b")
     assert mine.wanted() == {2, 3}
     assert not mine.has_peer("b")
     mine.hear(report("b", at_ms=2), heard_s=0.1)
@@ -181,7 +181,7 @@ def test_one_that_leaves_wants_nothing_and_the_others_want_what_it_has() -> None
 def test_gateways_that_lapsed_long_ago_are_forgotten() -> None:
     mine = gateways()
     mine.hear(report("b"), heard_s=0.0)
-    mine.refuse("b")
+    mine.note_gone("b")
     mine.hear(report("a"), heard_s=61 * LAPSE_S)
     mine.forget_lapsed()
     assert (mine._peers.keys(), mine._gone) == ({"a"}, set())

@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, MutableMapping
 from functools import wraps
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
@@ -54,8 +54,6 @@ from forgemq_gateway.wire import (
 OPENAPI_PATH = "/openapi.json"
 _MOVED = "forgemq.moved"
 
-Parameters = ParamSpec("Parameters")
-Serve = Callable[Parameters, Awaitable[msgspec.Struct | None]]
 Served = TypeVar("Served", bound=Callable[..., Awaitable[msgspec.Struct | None]])
 
 

@@ -105,16 +105,14 @@ class Dispatcher:
 
         Their turns and their lanes go on there; clients that wait here get a `MovedError`.
         """
-        groups = self._registry.groups.values()
-        for group in [each for each in groups if self._partition(each) in partitions]:
-            moved = MovedError(group.facts.group_id)
+        for group_id, group in list(self._registry.groups.items()):
+            if self._gateways.partition_of(group_id) not in partitions:
+                continue
+            moved = MovedError(group_id)
             for episode in group.episodes.values():
                 self._start(self.attempts.move_turns(episode, moved))
             group.forget_episodes()
-            self._changed.notify(group.facts.group_id)
-
-    def _partition(self, group: Group) -> int:
-        return self._gateways.partition_of(group.facts.group_id)
+            self._changed.notify(group_id)
 
     async def drop_group(self, group: Group) -> None:
         """End the turns of a group that has retired."""
@@ -124,12 +122,16 @@ class Dispatcher:
     def take_result(self, result: LaneResult) -> None:
         """Take a lane's result, in the order of the log."""
         if result.completion is not None:
-            self._count(result, result.completion)
+            self._count_malformed(result.completion)
+            self._count_cache_outcome(result, result.completion)
         self._start(self.attempts.take_result(result, at=self._clock.moment()))
 
-    def _count(self, result: LaneResult, completion: KnownCompletion) -> None:
+    def _count_malformed(self, completion: KnownCompletion) -> None:
         if completion.reply.malformed:
             self._telemetry.count("gateway.malformed_calls", completion.reply.malformed)
+
+    def _count_cache_outcome(self, result: LaneResult, completion: KnownCompletion) -> None:
+        """Compare the tokens that the engine had cached with those that the lane was chosen for."""
         turn = result.episode.turns.get(result.request_id)
         if turn is None or turn.cached_expected is None or result.attempt != turn.sent - 1:
             return  # Nothing was expected of an earlier attempt, or of one before a restart.

@@ -105,7 +105,7 @@ class Members:
         await self._read_back.until_now([_REPORTS, ownership.PLACE])
         for peer in self._gateways.peers():
             if await self._is_gone(peer.url):
-                self._gateways.refuse(peer.gateway)
+                self._gateways.note_gone(peer.gateway)
 
     async def keep_reporting(self) -> None:
         """Say every second that this gateway is there, until cancelled."""

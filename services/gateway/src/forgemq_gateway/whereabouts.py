@@ -90,5 +90,5 @@ class Whereabouts:
 
     def note_gone(self, owner: PartitionOwner) -> None:
         """Note that nobody listens at this gateway's address: others take its groups over."""
-        self._gateways.refuse(owner.gateway)
+        self._gateways.note_gone(owner.gateway)
         self._changed.notify(OWNERS_CHANGED)

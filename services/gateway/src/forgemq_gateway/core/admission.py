@@ -106,7 +106,7 @@ class Admission:
         if has_place:
             self._give_place(ticket, held)
         else:
-            self._queue(ticket, held)
+            self._wait(ticket, held)
         return ticket
 
     def leave(self, ticket: Ticket) -> list[Ticket]:
@@ -115,8 +115,7 @@ class Admission:
             return []
         held = self._keys[ticket.key]
         if ticket.has_place:
-            self.placed -= 1
-            self._count(ticket.key, held, change=-1)
+            self._take_place(ticket.key, held)
         else:
             self._drop(ticket, held)
         return self._fill()
@@ -160,16 +159,17 @@ class Admission:
         self.placed += 1
         held.placed += 1
 
-    def _queue(self, ticket: Ticket, held: _Key) -> None:
+    def _wait(self, ticket: Ticket, held: _Key) -> None:
         if not held.waiting:
             self._enqueue(ticket.key, held)
         held.waiting.append(ticket)
         self.waiting += 1
 
-    def _count(self, key: str, held: _Key, *, change: int) -> None:
+    def _take_place(self, key: str, held: _Key) -> None:
+        self.placed -= 1
         if held.waiting:
             self._unqueue(key, held)
-        held.placed += change
+        held.placed -= 1
         if held.waiting:
             self._enqueue(key, held)
 

@@ -82,7 +82,7 @@ class Gateways:
             return None
         return next((each.report for each in self._heard() if _follows(each, own)), None)
 
-    def refuse(self, gateway: str) -> None:
+    def note_gone(self, gateway: str) -> None:
         """Note that nobody listens at the address of this gateway: it is gone until heard again."""
         self._gone.add(gateway)
 
@@ -113,7 +113,7 @@ class Gateways:
 
         Another number than before says that the group has left and come back meanwhile.
         """
-        number = group_partition(group_id, partitions=self._partitions)
+        number = self.partition_of(group_id)
         return self._gained[number] if number in self.serving else None
 
     def gained(self, numbers: Collection[int]) -> dict[int, int]:
