@@ -185,7 +185,7 @@ def test_one_text_is_logged_once_a_minute_and_errors_always() -> None:
 
 
 def test_bodies_count_beside_the_histories_until_they_are_answered() -> None:
-    memory = BodyMemory(bytes_max=100, other_bytes=lambda: 40)
+    memory = BodyMemory(bytes_max=100, body_bytes_max=100, other_bytes=lambda: 40)
     with memory.body() as first:
         first.grow(50)
         with memory.body() as second:

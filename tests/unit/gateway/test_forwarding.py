@@ -20,7 +20,7 @@ from forgemq_gateway.core.errors import MovedError, RefusedError
 from forgemq_gateway.core.forwards import Forwards
 from forgemq_gateway.core.keys import AdminKeys
 from forgemq_gateway.forwarding import OWNER_HEADER, Forwarder
-from forgemq_gateway.passing import Passing
+from forgemq_gateway.passing import KeyedPath, Passing
 from forgemq_gateway.whereabouts import Whereabouts
 from forgemq_telemetry.telemetry import Telemetry
 from tests.unit.gateway.scripted_lane import GROUP_PARTITIONS, wall_ms
@@ -98,7 +98,7 @@ class Scene:
         async def send(message: MutableMapping[str, Any]) -> None:
             sent.append(message)
 
-        await self.passing.serve(scope, receive, send, serve or self.serve, (key, path))
+        await self.passing.serve(scope, receive, send, serve or self.serve, KeyedPath(key, path))
         return sent
 
     async def serve(self, _: Any, receive: Any, send: Any, __: Any) -> None:

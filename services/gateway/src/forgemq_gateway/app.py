@@ -52,10 +52,9 @@ from forgemq_gateway.operations import Operations
 from forgemq_gateway.outbox import PRODUCES, Outbox
 from forgemq_gateway.ownership import ReadBack
 from forgemq_gateway.passing import Passing
-from forgemq_gateway.protocols import COUNTERS, PROTOCOLS
 from forgemq_gateway.replica import Replica
 from forgemq_gateway.router import Router
-from forgemq_gateway.settings import GatewaySettings
+from forgemq_gateway.settings import GatewaySettings, body_bytes_max
 from forgemq_gateway.standstill import Standstill
 from forgemq_gateway.ticks import keep_ticking
 from forgemq_gateway.turn_route import TurnRoute
@@ -230,6 +229,9 @@ class GatewayServer:
         )
         self._memory = BodyMemory(
             bytes_max=settings.memory_bytes_max,
+            body_bytes_max=body_bytes_max(
+                settings, context_tokens_max=configuration.model.context_tokens_max
+            ),
             other_bytes=lambda: self._operations.held_bytes + self._half_sent.total,
         )
         self._turns = TurnRoute(
@@ -255,8 +257,6 @@ class GatewayServer:
                 memory=self._memory,
                 context=context,
             ),
-            protocols=PROTOCOLS,
-            counters=COUNTERS,
             admin=admin_app(self._operations, self._lane_operations, access=access),
             access=access,
             passing=Passing(

@@ -20,13 +20,12 @@ from forgemq_gateway.body_memory import BodyMemory
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.choices import check_choices
 from forgemq_gateway.core.episodes import HeldEpisode
-from forgemq_gateway.core.errors import CONTEXT_FULL_CODE, MovedError, busy, log_refuses
+from forgemq_gateway.core.errors import MovedError, busy, log_refuses
 from forgemq_gateway.core.group import Group
 from forgemq_gateway.core.live import LiveCaller, OpenConversations, continued, live_task
 from forgemq_gateway.holding import Hold
 from forgemq_gateway.large_work import LargeWork
 from forgemq_gateway.openings import FreeEpisode, Openings
-from forgemq_gateway.settings import body_bytes_max
 from forgemq_gateway.wire import (
     ClientGoneError,
     Receive,
@@ -34,7 +33,6 @@ from forgemq_gateway.wire import (
     Send,
     headers_of,
     read_again,
-    read_body,
 )
 from forgemq_gateway.wire_protocol import WireProtocol
 
@@ -66,9 +64,6 @@ class LiveTraffic:
         self._changed = context.changed
         self._clock = context.clock
         self._work = LargeWork("live")
-        self._body_bytes_max = body_bytes_max(
-            context.settings, context_tokens_max=context.configuration.model.context_tokens_max
-        )
         # By source: one after the last number that this process has asked for.
         self._numbers: dict[str, int] = {}
         # Groups that a request waits for, requested or about to be, and the names of their keys.
@@ -101,13 +96,7 @@ class LiveTraffic:
         body = b""
         try:
             with self._memory.body() as counted:  # Until the route reads it, and counts it then.
-                body = await read_body(
-                    receive,
-                    bytes_max=self._body_bytes_max,
-                    headers=headers_of(scope),
-                    code=CONTEXT_FULL_CODE,
-                    grow=counted.grow,
-                )
+                body = await counted.read(receive, headers=headers_of(scope))
                 episode = await self._of_body(caller, body, scope, protocol)
             with self._routed(episode):
                 await route(scope, read_again(body, receive), _named(send, episode), episode)
@@ -173,15 +162,13 @@ class LiveTraffic:
             episode = group.episodes.get(0)
             if episode is None or episode.is_closed or group.closed:
                 continue
-            if episode.opened.session == caller.session and self._is_here(group):
+            is_here = self._gateways.serves(group.facts.group_id)
+            if is_here and episode.opened.session == caller.session:
                 yield episode
 
     def _groups(self, caller: LiveCaller) -> list[Group]:
         """The groups of the key that are not over, those of other gateways too."""
         return [each for each in self._registry.groups.values() if caller.has(each.facts)]
-
-    def _is_here(self, group: Group) -> bool:
-        return self._gateways.serves(group.facts.group_id)
 
     async def _opened(self, caller: LiveCaller, scope: Scope) -> HeldEpisode:
         """A new episode of this caller.

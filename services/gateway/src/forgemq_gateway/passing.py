@@ -25,10 +25,15 @@ from forgemq_gateway.forwarding import OWNER_HEADER, Forwarder, OwnerGoneError
 from forgemq_gateway.whereabouts import Whereabouts
 from forgemq_gateway.wire import Receive, Scope, Send, headers_of, read_again, read_body
 
-Asked: TypeAlias = tuple[str | None, str]
-"""The key and the path of a request."""
 
-Serve: TypeAlias = Callable[[Scope, Receive, Send, Asked], Awaitable[None]]
+class KeyedPath(NamedTuple):
+    """What a request asks for: its key, if it has one, and its path without the key."""
+
+    key: str | None
+    path: str
+
+
+Serve: TypeAlias = Callable[[Scope, Receive, Send, KeyedPath], Awaitable[None]]
 
 _EPISODE = r"([a-z0-9-]{1,64})\.[0-9]{1,9}\.[0-9]{1,9}"
 _KEY = re.compile(_EPISODE + r"\..+")
@@ -70,7 +75,7 @@ class Passing:
         self._telemetry = context.telemetry
 
     async def serve(
-        self, scope: Scope, receive: Receive, send: Send, serve: Serve, asked: Asked
+        self, scope: Scope, receive: Receive, send: Send, serve: Serve, asked: KeyedPath
     ) -> None:
         """Serve a request, here or at the owner of its group.
 
@@ -82,7 +87,7 @@ class Passing:
             await serve(scope, receive, send, asked)
             return
         number = self._access.unsealed(headers_of(scope).get(OWNER_HEADER, ""))
-        key = None if _is_admin_path(asked[1]) else asked[0]
+        key = None if _is_admin_path(asked.path) else asked.key
         request = _Request(scope, receive, send, number, key)
         if await self._is_passed(request, group):
             return
@@ -92,7 +97,7 @@ class Passing:
             await self._go_on(request, moved, serve=serve, asked=asked)
 
     async def _go_on(
-        self, request: "_Request", moved: MovedError, *, serve: Serve, asked: Asked
+        self, request: "_Request", moved: MovedError, *, serve: Serve, asked: KeyedPath
     ) -> None:
         """Serve a request whose group left while it waited here: at its owner, or here again."""
         try:
@@ -169,7 +174,7 @@ class Passing:
             raise
 
     async def _group(
-        self, scope: Scope, receive: Receive, asked: Asked
+        self, scope: Scope, receive: Receive, asked: KeyedPath
     ) -> tuple[str | None, Receive]:
         """The group that a request is about, if any, and from where its body is to be read."""
         key, path = asked

@@ -9,8 +9,8 @@ protocol's.
 
 import asyncio
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,6 @@ from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.choices import check_choices
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import (
-    CONTEXT_FULL_CODE,
     MovedError,
     RefusedError,
     failed,
@@ -43,7 +42,6 @@ from forgemq_gateway.first_done import first_done
 from forgemq_gateway.holding import held_s
 from forgemq_gateway.large_work import LargeWork
 from forgemq_gateway.live_answers import LiveAnswer, LiveAnswers, check_continues
-from forgemq_gateway.settings import body_bytes_max
 from forgemq_gateway.turn_source import Awaited, TurnSource
 from forgemq_gateway.waiting_clients import WaitingClients
 from forgemq_gateway.wire import (
@@ -52,7 +50,6 @@ from forgemq_gateway.wire import (
     Scope,
     Send,
     headers_of,
-    read_body,
     send_json,
     send_refusal,
 )
@@ -81,9 +78,6 @@ class TurnRoute:
         self._settings = context.settings
         self._live = LiveAnswers(source.live, composer=composer, clock=context.clock)
         self._deliveries = Deliveries(context.outbox, clock=context.clock)
-        self._body_bytes_max = body_bytes_max(
-            context.settings, context_tokens_max=context.configuration.model.context_tokens_max
-        )
         self._memory = memory
         self.clients = WaitingClients()
         self._clock = context.clock
@@ -164,13 +158,8 @@ class TurnRoute:
         Raises:
             RefusedError: 400 as the composer says; 500 for any other error.
         """
-        try:
+        with self._failing_alone():
             return await self._composer.count_tokens(request, episode=episode)
-        except RefusedError:
-            raise
-        except Exception as error:
-            # Templates run on what a client sent: a defect in them fails this request alone.
-            raise self._failed(error) from error
 
     async def _request(
         self,
@@ -188,14 +177,7 @@ class TurnRoute:
             RefusedError: 4xx as the key, the limits and the protocol say; 500 for any other error.
         """
         self._access.check_open(episode)  # It may have ended while the request had no place.
-        body = await read_body(
-            receive,
-            bytes_max=self._body_bytes_max,
-            headers=headers,
-            code=CONTEXT_FULL_CODE,  # Agents shorten their history when they read it.
-            grow=counted.grow,
-        )
-        counted.body = body
+        body = await counted.read(receive, headers=headers)
         request = await self._read(protocol, body, episode.history)
         check_choices(request, choices_max=self._settings.choices_max)
         check_path_length(request, messages_max=self._settings.path_messages_max)
@@ -232,15 +214,10 @@ class TurnRoute:
         Raises:
             RefusedError: as `_read`.
         """
-        try:
+        with self._failing_alone():
             return await self._work.run(
                 lambda: _read_whole(protocol, body, history, known), size=len(body)
             )
-        except RefusedError:
-            raise
-        except Exception as error:
-            # The parser runs on what a client sent: a defect in it fails this request alone.
-            raise self._failed(error) from error
 
     def _start(
         self, request: Request, *, episode: HeldEpisode, scope: Scope
@@ -250,7 +227,7 @@ class TurnRoute:
         Raises:
             RefusedError: 4xx as the parts say; 500 for any other error.
         """
-        try:
+        with self._failing_alone():
             self._memory.check()
             self.clients.check()
             self._access.check_open(episode)  # Again: it may have ended while the body came.
@@ -258,19 +235,27 @@ class TurnRoute:
             return self._source.start(
                 episode, request, headers=headers_of(scope), held_s=held_s(scope)
             )
+
+    @contextmanager
+    def _failing_alone(self) -> Iterator[None]:
+        """Within it a defect of what runs on a client's words fails this request and no other.
+
+        Parsers, templates, comparisons and hashes may raise anything for what they did not expect.
+
+        Raises:
+            RefusedError: as the block does; 500 for any other error, which is logged whole.
+        """
+        try:
+            yield
         except RefusedError:
             raise
         except Exception as error:
-            # Comparing and hashing run on what a client sent: a defect fails this request alone.
-            raise self._failed(error) from error
-
-    def _failed(self, error: Exception) -> RefusedError:
-        self._telemetry.event(
-            "request_failed",
-            error=f"{type(error).__name__}: {error}",
-            traceback=traceback.format_exc(),
-        )
-        return failed("the request could not be read", status=500)
+            self._telemetry.event(
+                "request_failed",
+                error=f"{type(error).__name__}: {error}",
+                traceback=traceback.format_exc(),
+            )
+            raise failed("the request could not be read", status=500) from error
 
     async def _attend(
         self, client: Client, episode: HeldEpisode, awaited: Sequence[Awaited]
