@@ -99,6 +99,12 @@ def plan_rounds(
     budget_bytes: int,
     head_chunk: int,
 ) -> tuple[Round, ...]:
+    """The rounds of a step over these forests; as `rounds_of`, whose plans are made here."""
+    plans = TeamPlans(forests, shape=shape, budget_bytes=budget_bytes, head_chunk=head_chunk)
+    return rounds_of(plans, world_size=world_size)
+
+
+def rounds_of(plans: TeamPlans, *, world_size: int) -> tuple[Round, ...]:
     """The rounds of a step, the same on every rank.
 
     Example: two ranks and groups of cost 5, 3 and 2: rank 0 runs the first, rank 1 the other two.
@@ -107,12 +113,6 @@ def plan_rounds(
     Raises:
         ValueError: the budget is below the least that a group needs.
     """
-    plans = TeamPlans(forests, shape=shape, budget_bytes=budget_bytes, head_chunk=head_chunk)
-    return rounds_of(plans, world_size=world_size)
-
-
-def rounds_of(plans: TeamPlans, *, world_size: int) -> tuple[Round, ...]:
-    """As `plan_rounds`, of a step whose FLOPs were counted before."""
     search = _Search(plans, world_size=world_size)
     # A group without entries has no loss, hence no gradient.
     trained = [group for group, forest in enumerate(plans.forests) if forest.entry_count]

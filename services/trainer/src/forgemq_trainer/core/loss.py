@@ -12,6 +12,7 @@ arXiv 2507.18071.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -234,7 +235,7 @@ def near_reference(loss: LossFunction, *, weight: float) -> LossFunction:
         result = loss(logprob, entries)
         if entries.reference is None:
             return result
-        # Where there is no reference, log(policy / policy) = 0: no loss, and no gradient of NaN.
+        # Without a reference log(policy / policy) = 0: no loss, and no gradient of NaN.
         log_ratio = torch.where(entries.reference.isnan(), logprob, entries.reference) - logprob
         log_ratio = log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
         kl = (torch.exp(log_ratio) - 1 - log_ratio).clamp(max=KL_MAX)
@@ -268,15 +269,11 @@ def loss_function(settings: Loss, *, user: UserLoss | None = None) -> LossFuncti
 def _named_loss(settings: Loss, *, user: UserLoss | None) -> LossFunction:
     clip = Clip(settings.clip_low, settings.clip_high, settings.clip_dual)
     known: dict[str, LossFunction] = {
-        "cispo": lambda logprob, entries: cispo(logprob, entries, ratio_cap=settings.ratio_cap),
-        "truncated_is": lambda logprob, entries: truncated_is(
-            logprob, entries, ratio_cap=settings.ratio_cap
-        ),
-        "ppo_clip": lambda logprob, entries: ppo_clip(logprob, entries, clip=clip),
-        "gspo": lambda logprob, entries: gspo(logprob, entries, clip=clip),
-        "icepop": lambda logprob, entries: icepop(
-            logprob, entries, mask_low=settings.mask_low, mask_high=settings.mask_high
-        ),
+        "cispo": partial(cispo, ratio_cap=settings.ratio_cap),
+        "truncated_is": partial(truncated_is, ratio_cap=settings.ratio_cap),
+        "ppo_clip": partial(ppo_clip, clip=clip),
+        "gspo": partial(gspo, clip=clip),
+        "icepop": partial(icepop, mask_low=settings.mask_low, mask_high=settings.mask_high),
     }
     if settings.kind in known:
         return known[settings.kind]

@@ -183,11 +183,9 @@ class ModelShape:
         peaks = self.peaks(chunk, is_carried=is_carried, recomputed_layers=recomputed_layers)
         return most_bytes(peaks, tokens)
 
-    def block_tokens(
-        self, free_bytes: int, *, chunk: int, is_carried: bool, recomputed_layers: int = 0
-    ) -> int:
+    def block_tokens(self, free_bytes: int, *, chunk: int, is_carried: bool) -> int:
         """Tokens of the longest block whose `block_bytes` fit; 0 if no block fits."""
-        peaks = self.peaks(chunk, is_carried=is_carried, recomputed_layers=recomputed_layers)
+        peaks = self.peaks(chunk, is_carried=is_carried)
         return max(0, min(peak.tokens_in(free_bytes) for peak in peaks))
 
     def peaks(

@@ -100,7 +100,7 @@ def forward_backward_rounds(
     Args:
         policy: Its parameters' gradients are summed over the ranks as they are computed.
         objective: Of the step, the same on every rank.
-        rounds: From `plan_rounds`.
+        rounds: From `rounds_of`.
         peers: The ranks.
         head_chunk: Rows of logits that exist at once.
         drafting: Adds this rank's part of a draft head's gradients; None without one.
@@ -151,7 +151,7 @@ def read_rounds(
     Args:
         policy: Its parameters get no gradients.
         forests: One for each group of the step, the same on every rank.
-        rounds: From `plan_rounds`.
+        rounds: From `rounds_of`.
         peers: The ranks.
         head_chunk: Rows of logits that exist at once.
 

@@ -9,8 +9,9 @@ carried from later blocks to earlier ones.
 E entries (sampling events), J edges, G groups.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -97,8 +98,9 @@ def mixed_loss_weights(
         return group_loss_weights(forests, loss=loss)
     weights = [0.0] * len(forests)
     parts = loss_parts(domains, fractions)
-    for kind in {domain if domain in fractions else "" for domain in domains}:
-        own = [n for n, each in enumerate(domains) if (each if each in fractions else "") == kind]
+    kinds = [domain if domain in fractions else "" for domain in domains]
+    for kind in dict.fromkeys(kinds):
+        own = [n for n, each in enumerate(kinds) if each == kind]
         settings = Loss() if kind else loss  # By tokens, the default.
         alone = group_loss_weights([forests[n] for n in own], loss=settings)
         for n, weight in zip(own, alone, strict=True):
@@ -143,20 +145,20 @@ def forward_backward(
     Returns:
         The values of the microbatches' entries.
     """
-    parts = []
-    for microbatch in microbatches:
-        forest = joined([objective.forests[group] for group in microbatch.groups])
-        loss_weight_G = np.array([objective.loss_weights[group] for group in microbatch.groups])
-        loss_weight_E = loss_weight_G[forest.entry_group_E]
-        forest_loss = _ForestLoss(forest, loss_weight_E, objective.loss, like=policy.head_VH)
-        run = LayoutRun(blocks=microbatch.blocks, is_offloaded=microbatch.is_offloaded)
-        states = None if drafting is None else drafting.room(forest, run)
-        forward = TreeForward(policy, forest, head_chunk=head_chunk, states=states)
-        values = _run(forward, forest_loss, microbatch)
-        parts.append(replace(values, route_disagreements=forward.route_disagreements))
-        if drafting is not None and states is not None:
-            drafting.add_gradients(forest, states, run, head_chunk=head_chunk)
-    return merged(parts)
+    return merged(
+        [
+            _add_gradients(
+                policy,
+                objective,
+                microbatch.groups,
+                run=LayoutRun(blocks=microbatch.blocks, is_offloaded=microbatch.is_offloaded),
+                compute=partial(_run, microbatch=microbatch),
+                head_chunk=head_chunk,
+                drafting=drafting,
+            )
+            for microbatch in microbatches
+        ]
+    )
 
 
 def forward_backward_together(
@@ -181,14 +183,46 @@ def forward_backward_together(
     Returns:
         All entries of the groups, the same on every rank.
     """
-    forest = joined([objective.forests[group] for group in team.groups])
-    loss_weight_G = np.array([objective.loss_weights[group] for group in team.groups])
+    run = _team_run(team, peers)
+    return _add_gradients(
+        policy,
+        objective,
+        team.groups,
+        run=run,
+        compute=partial(_run_together, run=run, peers=peers),
+        head_chunk=head_chunk,
+        drafting=drafting,
+    )
+
+
+def _add_gradients(
+    policy: PolicyModel,
+    objective: Objective,
+    groups: Sequence[int],
+    *,
+    run: LayoutRun,
+    compute: Callable[[TreeForward, "_ForestLoss"], EntryValues],
+    head_chunk: int,
+    drafting: Drafting | None,
+) -> EntryValues:
+    """Add the gradients of groups that lie side by side in one layout, then those of a draft head.
+
+    Args:
+        policy: Its parameters get the gradients.
+        objective: The whole step's.
+        groups: Indices into its forests.
+        run: Of their layout on this rank.
+        compute: Runs the policy forward and backward.
+        head_chunk: Rows of logits that exist at once.
+        drafting: None without a draft head.
+    """
+    forest = joined([objective.forests[group] for group in groups])
+    loss_weight_G = np.array([objective.loss_weights[group] for group in groups])
     loss_weight_E = loss_weight_G[forest.entry_group_E]
     forest_loss = _ForestLoss(forest, loss_weight_E, objective.loss, like=policy.head_VH)
-    run = _team_run(team, peers)
     states = None if drafting is None else drafting.room(forest, run)
     forward = TreeForward(policy, forest, head_chunk=head_chunk, states=states)
-    values = _run_together(forward, forest_loss, run, peers)
+    values = compute(forward, forest_loss)
     if drafting is not None and states is not None:
         drafting.add_gradients(forest, states, run, head_chunk=head_chunk)
     return replace(values, route_disagreements=forward.route_disagreements)
@@ -305,7 +339,7 @@ def _array(values: Tensor) -> Floats:
     return np.asarray(values.detach().double().cpu().numpy())
 
 
-def _run(forward: TreeForward, forest_loss: _ForestLoss, microbatch: Microbatch) -> EntryValues:
+def _run(forward: TreeForward, forest_loss: _ForestLoss, *, microbatch: Microbatch) -> EntryValues:
     if len(microbatch.blocks) == 1:
         return _run_whole(forward, forest_loss, recomputed_layers=microbatch.recomputed_layers)
     keys = forward.path_keys(microbatch.blocks, is_offloaded=microbatch.is_offloaded)
@@ -325,7 +359,7 @@ def _run_whole(
 
 
 def _run_together(
-    forward: TreeForward, forest_loss: _ForestLoss, run: LayoutRun, peers: Peers
+    forward: TreeForward, forest_loss: _ForestLoss, *, run: LayoutRun, peers: Peers
 ) -> EntryValues:
     """Run this rank's ranges forward and backward, beside its team: one block at once."""
     keys = _team_keys(forward, run)
