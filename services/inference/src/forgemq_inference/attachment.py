@@ -351,11 +351,11 @@ class Attachment:
             expected = served.name
             if name != expected:
                 raise EngineUnreachableError(f"restarted: its weights are {name}, were {expected}")
-        load = await self._load()
+        load = await self._engine_load()
         self._reports.note_load(load)
         self._requests.batch.note_load(load)
 
-    async def _load(self) -> EngineLoad | None:
+    async def _engine_load(self) -> EngineLoad | None:
         """What the engine has to do; None if it does not say, since it serves as well without."""
         try:
             return self._meter.observe(await self._engine.counters())

@@ -12,7 +12,7 @@ a session of its own that names whose they are. The last of all buckets brings t
 import asyncio
 import time
 from collections.abc import Sequence
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Literal, TypeAlias, assert_never
 
 from msgspec import Struct
@@ -42,9 +42,10 @@ from forgemq_inference.read_back import ParameterReadBack
 from forgemq_inference.relay import RelayedWeights
 from forgemq_telemetry import Telemetry
 
-Path: TypeAlias = Literal["start", "fast", "durable"]
-_FAST: Path = "fast"
-_DURABLE: Path = "durable"
+LoadPath: TypeAlias = Literal["start", "fast", "durable"]
+"""As `LoadedWeights.path` has it."""
+_FAST: LoadPath = "fast"
+_DURABLE: LoadPath = "durable"
 
 _PAUSE_TIMEOUT_S = 30.0
 """The engine answers within a decoding step, but may be busy with its first compilation."""
@@ -59,7 +60,7 @@ _PROBE_TIMEOUT_S = 5.0
 class Loading(Struct, frozen=True, kw_only=True):
     """How new weights arrived, in seconds."""
 
-    path: Path
+    path: LoadPath
     duration_s: float
     paused_s: float
 
@@ -68,7 +69,7 @@ class _Loaded(Struct, frozen=True, kw_only=True):
     """What an engine holds after a load."""
 
     published: PublishedWeights
-    path: Path
+    path: LoadPath
     paused_s: float
 
 
@@ -170,7 +171,7 @@ class WeightLoader:
         await self._load_folders(published, folders)
         await self._resume(timeout_s=self._durable_timeout_s)
         paused_s = self._pauses.total_s - paused_s
-        return _Loaded(published=published, path="durable", paused_s=paused_s)
+        return _Loaded(published=published, path=_DURABLE, paused_s=paused_s)
 
     async def _load_relayed(self, published: PublishedWeights) -> _Loaded | None:
         """Wait for the relay while the engine generates, then swap."""
@@ -328,7 +329,7 @@ class WeightLoader:
         if served != name:
             raise EngineRefusedError(f"loaded {name}, but the engine names its weights {served}")
 
-    async def _load_head(self, head: PublishedHead, folder: FilePath, *, name: str) -> None:
+    async def _load_head(self, head: PublishedHead, folder: Path, *, name: str) -> None:
         timeout_s, payloads = self._durable_timeout_s, head_payloads(folder)
         load = await self._engine.tensor_load(timeout_s=timeout_s)
         await self._engine.begin_update("draft", timeout_s=timeout_s)
