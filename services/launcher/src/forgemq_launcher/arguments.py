@@ -111,7 +111,7 @@ def _parser() -> tuple[
 
 
 def _add_overrides(command: argparse.ArgumentParser, example: str = "trainer.steps=10") -> None:
-    # With a default argparse does not call them required where another argument is missing.
+    # With a default argparse does not call them required if another argument is missing.
     command.add_argument(
         "overrides", nargs="*", default=(), metavar="key=value", help=f"e.g. {example}"
     )
@@ -253,6 +253,7 @@ def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     delete.add_argument("run", metavar="RUN", help=RUN)
     delete.add_argument("--yes", action="store_true", help="do not ask")
     _add_import(commands)
+    _add_export(commands)
     _add_lanes(commands)
     dlq = commands.add_parser("dlq", help="list records that did not decode")
     dlq.add_argument("run", metavar="RUN", help=RUN)
@@ -262,7 +263,7 @@ def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _add_watching(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the commands that show a run that is up, or end it."""
+    """Add the commands that show a run, end it, or announce it again."""
     watch = commands.add_parser(
         "watch",
         help="show a run that is up or over, here or elsewhere, until it ends",
@@ -281,13 +282,6 @@ def _add_watching(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "refused.",
     )
     stop.add_argument("run", metavar="RUN", help=RUN)
-    resume = commands.add_parser(
-        "resume",
-        help="announce a run again that was stopped or failed, start nothing",
-        description="For a run whose services a cluster or a person keeps up, on FORGEMQ_KAFKA: "
-        "with its configuration as it is. They go on where they were once they are started.",
-    )
-    resume.add_argument("run", metavar="RUN", help=RUN)
     stop.add_argument("--reason", default="", metavar="TEXT", help="kept in the run's end")
     stop.add_argument(
         "--timeout",
@@ -296,6 +290,13 @@ def _add_watching(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         metavar="SECONDS",
         help=f"longest wait for the end; default: {STOP_TIMEOUT_S:g}",
     )
+    resume = commands.add_parser(
+        "resume",
+        help="announce a run again that was stopped or failed, start nothing",
+        description="For a run whose services a cluster or a person keeps up, on FORGEMQ_KAFKA: "
+        "with its configuration as it is. They go on where they were once they are started.",
+    )
+    resume.add_argument("run", metavar="RUN", help=RUN)
 
 
 def _add_end(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -325,7 +326,7 @@ def _workloads(text: str) -> tuple[Workload, ...]:
 
 
 def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    made = commands.add_parser(
+    imported = commands.add_parser(
         "import",
         help="add finished conversations to a run that is up",
         description="A line of FILE is one conversation as JSON: OpenAI's chat `messages`, and if "
@@ -333,10 +334,15 @@ def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "`turns`. FILE may also be a Parquet file of `forgemq export`, or a folder of such files. "
         "If one line or row is wrong nothing is imported; what is in the run is not added again.",
     )
-    made.add_argument("run", metavar="RUN", help=RUN)
-    made.add_argument("file", type=Path, metavar="FILE", help="JSON lines, Parquet, or a folder")
-    made.add_argument("--domain", required=True, help="a domain of the run")
-    taken = commands.add_parser(
+    imported.add_argument("run", metavar="RUN", help=RUN)
+    imported.add_argument(
+        "file", type=Path, metavar="FILE", help="JSON lines, Parquet, or a folder"
+    )
+    imported.add_argument("--domain", required=True, help="a domain of the run")
+
+
+def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    exported = commands.add_parser(
         "export",
         help="write the episodes of a run as Parquet files, a row each",
         description="Messages, token ids, log-probabilities, weight versions, rewards, advantages, "
@@ -344,9 +350,9 @@ def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "import`. The run may be up. Exit status: 0 all is written, 1 some turns are not kept any "
         "more, 2 refused.",
     )
-    taken.add_argument("run", metavar="RUN", help=RUN)
-    taken.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="for the files")
-    taken.add_argument(
+    exported.add_argument("run", metavar="RUN", help=RUN)
+    exported.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="for the files")
+    exported.add_argument(
         "--model", type=Path, metavar="FOLDER", help="with the tokenizer; default: the run's model"
     )
 

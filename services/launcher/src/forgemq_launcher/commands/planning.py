@@ -104,17 +104,20 @@ def machines_of(options: argparse.Namespace) -> Machines:
     gpu = gpu_named(options.gpu)
     if gpu is None and options.host_memory is None:
         raise MachinesError("--host-memory: must be given with --gpu cpu, in GB")
-    host_bytes = gpu.host_bytes if gpu is not None else 0
-    disk_bytes = gpu.disk_bytes if gpu is not None else 0
+    usual_host_bytes, usual_disk_bytes = (0, 0) if gpu is None else (gpu.host_bytes, gpu.disk_bytes)
     return Machines(
         gpu=options.gpu,
-        gpus=options.gpus if gpu is not None else 0,
+        gpus=0 if gpu is None else options.gpus,
         nodes=options.nodes,
-        host_bytes=host_bytes if options.host_memory is None else int(options.host_memory * 1e9),
-        disk_bytes=disk_bytes if options.disk is None else int(options.disk * 1e9),
+        host_bytes=_bytes_of(options.host_memory, usual=usual_host_bytes),
+        disk_bytes=_bytes_of(options.disk, usual=usual_disk_bytes),
         utilisation=options.utilisation,
         bandwidth_share=options.bandwidth_share,
     )
+
+
+def _bytes_of(gigabytes: float | None, *, usual: int) -> int:
+    return usual if gigabytes is None else int(gigabytes * 1e9)
 
 
 @contextmanager

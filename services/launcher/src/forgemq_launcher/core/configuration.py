@@ -114,9 +114,7 @@ def changed(
     Raises:
         ConfigurationError: naming the key and the rule, or why the field must stay.
     """
-    values: Document = msgspec.json.decode(msgspec.json.encode(was))
-    for override in overrides:
-        _override(values, override)
+    values = overridden(msgspec.json.decode(msgspec.json.encode(was)), overrides)
     now = configuration(values, run=str(values["run"]), folder=folder)
     try:
         check_changes(was, now)

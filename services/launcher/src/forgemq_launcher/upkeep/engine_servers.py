@@ -58,13 +58,26 @@ def servers(
         MachineError: the machine has GPUs, but too few for the engines; or it cannot have this
             pool, or these lanes.
     """
-    options = iter(_all_options(configuration, folder=folder, environ=environ))
+    return _servers(configuration, 0, folder=folder, environ=environ, addresses=addresses)
+
+
+def _servers(
+    configuration: RunConfiguration,
+    lane_first: int,
+    *,
+    folder: Path,
+    environ: Mapping[str, str],
+    addresses: Sequence[tuple[str, int]],
+    in_use: Collection[int] = (),
+) -> tuple[LaneServers, ...]:
+    """As `servers`; the lanes of the configuration have the numbers from `lane_first` on."""
+    options = iter(_all_options(configuration, folder=folder, environ=environ, in_use=in_use))
     left = iter(addresses)
     model = str(model_of_engines(configuration, folder=folder))
     make = partial(_server, model, folder=folder, environ=environ)
     return tuple(
         _lane_servers(lane, engines, make, options=options, addresses=left)
-        for lane, engines in enumerate(_lanes(configuration))
+        for lane, engines in enumerate(_lanes(configuration), lane_first)
     )
 
 
@@ -73,7 +86,7 @@ def _all_options(
     *,
     folder: Path,
     environ: Mapping[str, str],
-    in_use: Collection[int] = (),
+    in_use: Collection[int],
 ) -> tuple[EngineOptions, ...]:
     _check_pairs(configuration)
     _check_spread(configuration)
@@ -166,13 +179,15 @@ def added_servers(
     Raises:
         MachineError: there is no GPU for another engine, or none for this pool.
     """
-    only = alone(lane, configuration)
-    options = _all_options(only, folder=folder, environ=environ, in_use=in_use)
-    model = str(model_of_engines(configuration, folder=folder))
-    make = partial(_server, model, folder=folder, environ=environ)
-    return _lane_servers(
-        lane, _lanes(only)[0], make, options=iter(options), addresses=iter(addresses)
+    (added,) = _servers(
+        alone(lane, configuration),
+        lane,
+        folder=folder,
+        environ=environ,
+        addresses=addresses,
+        in_use=in_use,
     )
+    return added
 
 
 def alone(lane: int, configuration: RunConfiguration) -> RunConfiguration:

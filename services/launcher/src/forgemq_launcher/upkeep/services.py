@@ -1,8 +1,8 @@
 """Which service processes a run consists of, and the environment of each."""
 
 from collections.abc import Mapping
+from functools import partial
 from itertools import zip_longest
-from typing import Protocol
 
 from msgspec import Struct
 
@@ -39,12 +39,16 @@ TORCHRUN = "forgemq_trainer.ranks.torchrun"
 class Addresses(Struct, frozen=True, kw_only=True):
     """Where the parts of a run find one another.
 
-    `prefill_urls`: by lane, "" for a lane whose engine reads its contexts; () if none has another.
-    `gateway_fd`, `console_fd`: their bound sockets, which the launcher keeps over their restarts.
-    `admin_key`: Of the gateway; "" if only the file has it, whose first line is the newest.
-    `public_host`: By which gateway and console are reached; "" for `host`.
-    `has_gateway_tls`, `has_console_tls`: Whether they have a certificate.
-    `console_key_file`: "" if the console needs no key, or has one of its own settings.
+    Attributes:
+        prefill_urls: By lane, "" for a lane whose engine reads its contexts; () if none has
+            another.
+        gateway_fd: Bound socket of the gateway, which the launcher keeps over its restarts.
+        console_fd: The same of the console.
+        admin_key: Of the gateway; "" if only the file has it, whose first line is the newest.
+        console_key_file: "" if the console needs no key, or has one of its own settings.
+        public_host: By which gateway and console are reached; "" for `host`.
+        has_gateway_tls: Whether the gateway has a certificate.
+        has_console_tls: Whether the console has one.
     """
 
     kafka: str
@@ -101,7 +105,8 @@ def service_specs(
     With `samples` above 0 its agents play so many episodes of each held-out task, and there is no
     trainer.
     """
-    spec = _specs_of(configuration, folder=folder, kafka=addresses.kafka, environ=environ)
+    shared = _shared_environ(environ, run=configuration.run, kafka=addresses.kafka)
+    spec = partial(_spec, shared, folder)
     own = _own_environs(configuration, folder=folder, addresses=addresses)
     entry = _gateway_environ(own["gateway"], count=gateways)
     lanes = zip_longest(addresses.engine_urls, addresses.prefill_urls, fillvalue="")
@@ -139,60 +144,53 @@ def inference_spec(
     prefill_url: str = "",
 ) -> ServiceSpec:
     """The inference process of a lane that is added, beside the engines at these addresses."""
-    spec = _specs_of(configuration, folder=folder, kafka=kafka, environ=environ)
-    own = _lane_environ(lane, engine_url, prefill_url)
-    return spec("inference", own, stop_stage=2, number=lane)
-
-
-class _MakeSpec(Protocol):
-    def __call__(
-        self,
-        service: str,
-        own: Mapping[str, str],
-        *,
-        stop_stage: int,
-        number: int = -1,
-        ranks: int = 1,
-        fds: tuple[int, ...] = (),
-    ) -> ServiceSpec: ...
-
-
-def _specs_of(
-    configuration: RunConfiguration, *, folder: RunFolder, kafka: str, environ: Mapping[str, str]
-) -> _MakeSpec:
-    """A function that makes the spec of a service with what all services of the run share."""
     shared = _shared_environ(environ, run=configuration.run, kafka=kafka)
+    own = _lane_environ(lane, engine_url, prefill_url)
+    return _spec(shared, folder, "inference", own, stop_stage=2, number=lane)
 
-    def spec(
-        service: str,
-        own: Mapping[str, str],
-        *,
-        stop_stage: int,
-        number: int = -1,
-        ranks: int = 1,
-        fds: tuple[int, ...] = (),
-    ) -> ServiceSpec:
-        module, *arguments = _command(service, ranks=ranks)
-        name = service if number < 0 else f"{service}-{number}"
-        return ServiceSpec(
-            name=name,
-            module=module,
-            arguments=tuple(arguments),
-            # A service that is started again gets its partitions at once, instead of when the
-            # brokers take the one before it for dead.
-            environ={
-                **service_environ(shared, service),
-                "FORGEMQ_SERVICE_INSTANCE": name,
-                "FORGEMQ_TELEMETRY_NUMBER": str(max(0, number)),
-                **own,
-            },
-            log_path=folder / "logs" / f"{name}.log",
-            stop_stage=stop_stage,
-            inherited_fds=fds,
-            lane=number if service == "inference" else None,
-        )
 
-    return spec
+def _spec(
+    shared: Mapping[str, str],
+    folder: RunFolder,
+    service: str,
+    own: Mapping[str, str],
+    *,
+    stop_stage: int,
+    number: int = -1,
+    ranks: int = 1,
+    fds: tuple[int, ...] = (),
+) -> ServiceSpec:
+    """One process of a service.
+
+    Args:
+        shared: Variables of all services of the run.
+        folder: Of the run.
+        service: Its name.
+        own: Variables of this process alone.
+        stop_stage: As of `ServiceSpec`.
+        number: Among several of the service, of inference the lane; -1: it is the only one.
+        ranks: Of the trainer.
+        fds: Sockets that it inherits.
+    """
+    module, *arguments = _command(service, ranks=ranks)
+    name = service if number < 0 else f"{service}-{number}"
+    return ServiceSpec(
+        name=name,
+        module=module,
+        arguments=tuple(arguments),
+        # A service that is started again gets its partitions at once, instead of when the
+        # brokers take the one before it for dead.
+        environ={
+            **service_environ(shared, service),
+            "FORGEMQ_SERVICE_INSTANCE": name,
+            "FORGEMQ_TELEMETRY_NUMBER": str(max(0, number)),
+            **own,
+        },
+        log_path=folder / "logs" / f"{name}.log",
+        stop_stage=stop_stage,
+        inherited_fds=fds,
+        lane=number if service == "inference" else None,
+    )
 
 
 def _gateway_environ(own: Mapping[str, str], *, count: int) -> Mapping[str, str]:
@@ -209,11 +207,12 @@ def _own_environs(
     configuration: RunConfiguration, *, folder: RunFolder, addresses: Addresses
 ) -> dict[str, dict[str, str]]:
     """Variables that one service gets and no other, by service."""
+    public, key_file = addresses.public_host, addresses.console_key_file
     return {
         "gateway": {
             "FORGEMQ_GATEWAY_LISTENER_FD": str(addresses.gateway_fd),
             **_key_environ("GATEWAY", addresses),
-            **_set({"FORGEMQ_GATEWAY_PUBLIC_URL": addresses.gateway_url}, addresses.public_host),
+            **({"FORGEMQ_GATEWAY_PUBLIC_URL": addresses.gateway_url} if public else {}),
         },
         "trainer": {
             "FORGEMQ_TRAINER_FOLDER": str(folder / "checkpoints"),
@@ -223,9 +222,7 @@ def _own_environs(
             "FORGEMQ_CONSOLE_HOST": addresses.host,
             "FORGEMQ_CONSOLE_PORT": str(addresses.console_port),
             "FORGEMQ_CONSOLE_LISTENER_FD": str(addresses.console_fd),
-            **_set(
-                {"FORGEMQ_CONSOLE_KEY_FILE": addresses.console_key_file}, addresses.console_key_file
-            ),
+            **({"FORGEMQ_CONSOLE_KEY_FILE": key_file} if key_file else {}),
         },
         # For the user's graders, which get no variable that begins with FORGEMQ_.
         "reward": {"GATEWAY_URL": addresses.gateway_url},
@@ -235,11 +232,6 @@ def _own_environs(
             "FORGEMQ_AGENTS_CONFIGURATION": str(folder / "configuration.json"),
         },
     }
-
-
-def _set(variables: dict[str, str], given: str) -> dict[str, str]:
-    """These variables, if something is given."""
-    return variables if given else {}
 
 
 def _key_environ(service: str, addresses: Addresses) -> dict[str, str]:
