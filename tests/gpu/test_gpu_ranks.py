@@ -14,10 +14,11 @@ from torch import Tensor
 from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.assignment import plan_rounds
 from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.core.loss_weights import group_loss_weights
 from forgemq_trainer.core.memory import BLOCK_TOKENS_MIN, ModelShape
 from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.rounds import forward_backward_rounds
-from forgemq_trainer.core.step import Objective, forward_backward, group_loss_weights
+from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import Forest, read_tree
 from forgemq_trainer.model import prepare
 from forgemq_trainer.ranks.ranks import Ranks

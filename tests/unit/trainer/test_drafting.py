@@ -13,9 +13,10 @@ from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.draft_loss import draft_loss
 from forgemq_trainer.core.drafting import Drafting, row_count, with_lone_roots
 from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.core.loss_weights import group_loss_weights
 from forgemq_trainer.core.memory import Microbatch
 from forgemq_trainer.core.precision import make_precise
-from forgemq_trainer.core.step import Objective, forward_backward, group_loss_weights
+from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import Forest, read_tree
 from forgemq_trainer.draft_head import LoadedHead, with_draft_head
 from forgemq_trainer.model import LoadedModel, prepare

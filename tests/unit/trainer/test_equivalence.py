@@ -9,9 +9,10 @@ from torch import nn
 
 from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.loss import LossFunction, loss_function
+from forgemq_trainer.core.loss_weights import group_loss_weights
 from forgemq_trainer.core.memory import Microbatch
 from forgemq_trainer.core.precision import make_precise
-from forgemq_trainer.core.step import Objective, forward_backward, group_loss_weights
+from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import joined, read_tree
 from forgemq_trainer.model import prepare
 from tests.unit.trainer.scene import (

@@ -16,10 +16,11 @@ from forgemq_contracts.speculation import Speculation
 from forgemq_contracts.updates import Updates
 from forgemq_trainer.core.drafting import Drafting
 from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.core.loss_weights import group_loss_weights
 from forgemq_trainer.core.metrics import DraftMeasures
 from forgemq_trainer.core.microbatches import path_microbatch, plan_step
 from forgemq_trainer.core.minibatches import minibatches
-from forgemq_trainer.core.step import Objective, forward_backward, group_loss_weights
+from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import read_tree
 from forgemq_trainer.draft_head import with_draft_head
 from forgemq_trainer.model import prepare, with_adapters

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgemq_contracts.loss import Loss
-from forgemq_trainer.core.step import group_loss_weights
+from forgemq_trainer.core.loss_weights import group_loss_weights
 from forgemq_trainer.core.tree import Forest, read_tree
 from tests.unit.trainer.scene import Sample, merge
 

@@ -13,11 +13,12 @@ from forgemq_contracts.lora import ATTENTION_TARGETS, MLP_TARGETS, AdapterTarget
 from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.flops import flops
 from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.core.loss_weights import group_loss_weights
 from forgemq_trainer.core.low_rank import add_adapters, merge_factors
 from forgemq_trainer.core.memory import Microbatch
 from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.precision import make_precise
-from forgemq_trainer.core.step import Objective, forward_backward, group_loss_weights
+from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import Forest, joined, read_tree
 from forgemq_trainer.loading import fill_adapters
 from forgemq_trainer.model import LoadedModel, prepare, with_adapters

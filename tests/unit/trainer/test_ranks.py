@@ -12,15 +12,10 @@ from torch.distributed.tensor import DTensor
 from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.assignment import Round
 from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.core.loss_weights import group_loss_weights
 from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.rounds import forward_backward_rounds, values_bytes, values_of
-from forgemq_trainer.core.step import (
-    EntryValues,
-    Objective,
-    forward_backward,
-    group_loss_weights,
-    merged,
-)
+from forgemq_trainer.core.step import EntryValues, Objective, forward_backward, merged
 from forgemq_trainer.core.tree import Forest, read_tree
 from forgemq_trainer.model import prepare
 from forgemq_trainer.ranks.ranks import Ranks

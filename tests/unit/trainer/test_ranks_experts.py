@@ -15,6 +15,7 @@ from forgemq_contracts.run import Optimizer
 from forgemq_trainer.core.assignment import Round, plan_rounds
 from forgemq_trainer.core.expert_traffic import row_bytes
 from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.core.loss_weights import group_loss_weights
 from forgemq_trainer.core.memory import ModelShape, least_budget_bytes
 from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.optimizer import Updater
@@ -26,7 +27,7 @@ from forgemq_trainer.core.rounds import (
     values_of,
 )
 from forgemq_trainer.core.spread_experts import ROWS_RATIO, ExpertPeers
-from forgemq_trainer.core.step import Objective, forward_backward, group_loss_weights, merged
+from forgemq_trainer.core.step import Objective, forward_backward, merged
 from forgemq_trainer.core.team_plans import TeamPlans
 from forgemq_trainer.core.traffic import Kept
 from forgemq_trainer.core.tree import Forest, read_tree

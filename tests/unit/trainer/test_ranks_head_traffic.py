@@ -15,9 +15,10 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.speculation import Speculation
 from forgemq_trainer.core.assignment import Round, plan_rounds
 from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.core.loss_weights import group_loss_weights
 from forgemq_trainer.core.memory import BLOCK_TOKENS_MIN, ModelShape
 from forgemq_trainer.core.rounds import forward_backward_rounds
-from forgemq_trainer.core.step import Objective, group_loss_weights
+from forgemq_trainer.core.step import Objective
 from forgemq_trainer.core.traffic import Kept, passes_of, update_traffic
 from forgemq_trainer.core.tree import Forest, read_tree
 from forgemq_trainer.head_training import SharingRanks, load_head

@@ -16,14 +16,10 @@ from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.draft_loss import DraftTotals
 from forgemq_trainer.core.drafting import Drafting
 from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.core.loss_weights import group_loss_weights
 from forgemq_trainer.core.memory import Microbatch
 from forgemq_trainer.core.rounds import forward_backward_rounds
-from forgemq_trainer.core.step import (
-    Objective,
-    forward_backward,
-    forward_backward_together,
-    group_loss_weights,
-)
+from forgemq_trainer.core.step import Objective, forward_backward, forward_backward_together
 from forgemq_trainer.core.team_plans import TeamPlans
 from forgemq_trainer.core.traffic import Kept, passes_of
 from forgemq_trainer.core.tree import Forest, read_tree

@@ -11,6 +11,7 @@ import torch
 
 from forgemq_contracts.loss import Loss, SequenceMask
 from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.core.loss_weights import group_loss_weights
 from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.reference import read_forests
 from forgemq_trainer.core.rounds import (
@@ -24,7 +25,6 @@ from forgemq_trainer.core.step import (
     Objective,
     forward_backward,
     forward_backward_together,
-    group_loss_weights,
     merged,
 )
 from forgemq_trainer.core.team_plans import TeamPlans

@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.assignment import Round, plan_rounds
 from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.core.loss_weights import group_loss_weights
 from forgemq_trainer.core.memory import ModelShape, least_budget_bytes
 from forgemq_trainer.core.microbatches import plan_step
 from forgemq_trainer.core.reference import filled, routeless, with_references
 from forgemq_trainer.core.rounds import forward_backward_rounds, read_rounds
-from forgemq_trainer.core.step import Objective, forward_backward, group_loss_weights
+from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.traffic import Kept, passes_of, reading_traffic, update_traffic
 from forgemq_trainer.core.tree import Forest, read_tree
 from forgemq_trainer.model import LoadedModel, prepare

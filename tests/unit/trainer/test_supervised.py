@@ -17,17 +17,12 @@ from forgemq_contracts.loss import Loss, SequenceMask
 from forgemq_contracts.run import Queue
 from forgemq_contracts.supervised import Supervised, loss_parts
 from forgemq_trainer.core.loss import Entries, loss_function
+from forgemq_trainer.core.loss_weights import group_loss_weights, mixed_loss_weights
 from forgemq_trainer.core.memory import Microbatch
 from forgemq_trainer.core.metrics import entry_metrics
 from forgemq_trainer.core.precision import make_precise
 from forgemq_trainer.core.rounds import values_bytes, values_of
-from forgemq_trainer.core.step import (
-    EntryValues,
-    Objective,
-    forward_backward,
-    group_loss_weights,
-    mixed_loss_weights,
-)
+from forgemq_trainer.core.step import EntryValues, Objective, forward_backward
 from forgemq_trainer.core.tree import read_tree
 from forgemq_trainer.model import prepare
 from forgemq_trainer.training import Training

@@ -14,10 +14,11 @@ from forgemq_contracts.queues import supervised_fractions
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import ScheduledGroup
 from forgemq_trainer.core.loss import LossFunction
+from forgemq_trainer.core.loss_weights import mixed_loss_weights
 from forgemq_trainer.core.metrics import DraftMeasures, of_all_updates
 from forgemq_trainer.core.minibatches import minibatches
 from forgemq_trainer.core.optimizer import NonFiniteGradientError
-from forgemq_trainer.core.step import EntryValues, Objective, merged, mixed_loss_weights
+from forgemq_trainer.core.step import EntryValues, Objective, merged
 from forgemq_trainer.core.tree import Floats, Forest
 
 
