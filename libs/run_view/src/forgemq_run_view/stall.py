@@ -2,8 +2,8 @@
 
 The question is asked from the end: is there a step to train? If not, can lanes sample? If they can,
 which group does the next step lack, and who has it? The first that is waited for longer than usual
-is the answer. Usual is three times what nearly all such waits of the run took, and at least
-`Patience`; so episodes may be slow, and a run that is only slow is not stalled.
+is the answer. Usual is three times what nearly all such waits of the run took, and at least 2 to 15
+minutes; so episodes may be slow, and a run that is only slow is not stalled.
 """
 
 from collections.abc import Sequence
@@ -21,27 +21,22 @@ from forgemq_run_view.watched import WatchedGroup
 
 CONFIRMED_AFTER_MS = 30_000
 """A stall is named once it was seen this long: a reader that catches up sees old gaps as new."""
+
+# The least time after which something is waited for too long.
+_LANES_MS = 180_000.0
+"""Without a lane that may sample: an engine on a CPU starts in 0.5 to 3 minutes."""
+_SERVICE_MS = 120_000.0
+"""Reward, merger or scheduler with work before them; graders have their own limit."""
+_GROUP_MS = 600_000.0
+"""Without a completion or an end of a group that is played."""
+_START_MS = 900_000.0
+"""Until the first lane reports, or a step is trained."""
+
 _WRITERS = {
     "reward": (topics.GRADED_EPISODES, topics.SCORED_GROUPS),
     "merger": (topics.MERGED_GROUPS,),
     "scheduler": (topics.ADMITTED_GROUPS, topics.SCHEDULED_STEPS, topics.RETIRED_GROUPS),
 }
-
-
-class Patience(Struct, frozen=True, kw_only=True):
-    """The least time after which something is waited for too long, in seconds.
-
-    Attributes:
-        lanes_s: Without a lane that may sample: an engine on a CPU starts in 0.5 to 3 minutes.
-        service_s: Reward, merger or scheduler with work before them; graders have their own limit.
-        group_s: Without a completion or an end of a group that is played.
-        start_s: Until the first lane reports, or a step is trained.
-    """
-
-    lanes_s: float = 180.0
-    service_s: float = 120.0
-    group_s: float = 600.0
-    start_s: float = 900.0
 
 
 class Wait(Struct, frozen=True, kw_only=True):
@@ -57,9 +52,8 @@ class StallWatch:
     Lifecycle: `apply` every record; ask `stall` every few seconds.
     """
 
-    def __init__(self, started: StartedRun, *, patience: Patience | None = None) -> None:
+    def __init__(self, started: StartedRun) -> None:
         self.start_again(started)
-        self._patience = patience or Patience()
         self._book = WatchBook()
         self._behind_since_ms: int | None = None
         self._seen: tuple[StallReason, str] | None = None
@@ -127,7 +121,7 @@ class StallWatch:
             "service_silent",
             "gateway",
             since_ms=reported_ms,
-            limit_ms=1000 * self._patience.service_s,
+            limit_ms=_SERVICE_MS,
             detail="No gateway reports itself: agents cannot play.",
         )
 
@@ -136,7 +130,7 @@ class StallWatch:
             "log_silent",
             "any record",
             since_ms=self._book.newest_ms,
-            limit_ms=1000 * self._patience.service_s,
+            limit_ms=_SERVICE_MS,
             detail="No service writes to the log, lanes neither: the broker, or the whole run, "
             "is away.",
         )
@@ -149,7 +143,7 @@ class StallWatch:
             "trainer_without_step",
             f"step {step}",
             since_ms=max(book.scheduled[step], done_ms, book.evaluated_ms if step == 0 else 0),
-            limit_ms=book.steps.limit_ms(1000 * self._patience.start_s),
+            limit_ms=book.steps.limit_ms(_START_MS),
             detail=f"Step {step} is scheduled, and the trainer does not finish it.",
         )
 
@@ -165,7 +159,7 @@ class StallWatch:
             "lane_silent",
             f"lane {known}" if known else "any lane",
             since_ms=self._book.served_ms,
-            limit_ms=1000 * (self._patience.lanes_s if has_served else self._patience.start_s),
+            limit_ms=_LANES_MS if has_served else _START_MS,
             detail="No lane says that it serves: the engines or the inference processes are away.",
         )
 
@@ -186,7 +180,7 @@ class StallWatch:
             "no_lane_with_version",
             wanted,
             since_ms=max(published[1] if published else 0, self._behind_since_ms or 0),
-            limit_ms=1000 * self._patience.lanes_s,
+            limit_ms=_LANES_MS,
             detail=f"Lanes do not load {wanted}: {names or 'all are behind'}.",
         )
 
@@ -254,7 +248,7 @@ class StallWatch:
     def _silence_ms(self) -> float:
         """Longest time without a completion or an end of a group that is nothing unusual."""
         deadline_s = self._configuration.episodes.request_deadline_s
-        return self._book.silences.limit_ms(1000 * max(self._patience.group_s, deadline_s))
+        return self._book.silences.limit_ms(max(_GROUP_MS, 1000 * deadline_s))
 
     def _is_measured_first(self, head: WatchedGroup, now_ms: int) -> bool:
         """Whether the agents have not begun with this group, and play an evaluation."""
@@ -329,7 +323,7 @@ class StallWatch:
             "service_silent" if is_silent else "service_lag",
             service,
             since_ms=since_ms,
-            limit_ms=max(1000 * self._patience.service_s, usual_ms),
+            limit_ms=max(_SERVICE_MS, usual_ms),
             detail=f"The {service} {done}: {what}.",
         )
 

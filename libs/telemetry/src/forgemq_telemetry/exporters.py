@@ -184,7 +184,7 @@ def _otlp(settings: TelemetrySettings, resource: dict[str, Attribute]) -> OpenTe
 
     address = settings.endpoint.rstrip("/")
     loggers = [logging.getLogger(name) for name in _SENDERS]
-    limit = _WarningLimit(every_s=_WARN_EVERY_S)
+    limit = _WarningLimit()
     for logger in loggers:
         logger.addFilter(limit)
 
@@ -207,14 +207,13 @@ def _otlp(settings: TelemetrySettings, resource: dict[str, Attribute]) -> OpenTe
 class _WarningLimit(logging.Filter):
     """Lets one record of each logger pass per interval: a collector may be away for hours."""
 
-    def __init__(self, *, every_s: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._every_s = every_s
         self._passed_s: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         now_s = time.monotonic()
-        if now_s - self._passed_s.get(record.name, float("-inf")) < self._every_s:
+        if now_s - self._passed_s.get(record.name, float("-inf")) < _WARN_EVERY_S:
             return False
         self._passed_s[record.name] = now_s
         return True

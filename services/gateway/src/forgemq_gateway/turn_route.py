@@ -240,8 +240,6 @@ class TurnRoute:
     def _failing_alone(self) -> Iterator[None]:
         """Within it a defect of what runs on a client's words fails this request and no other.
 
-        Parsers, templates, comparisons and hashes may raise anything for what they did not expect.
-
         Raises:
             RefusedError: as the block does; 500 for any other error, which is logged whole.
         """
@@ -250,6 +248,7 @@ class TurnRoute:
         except RefusedError:
             raise
         except Exception as error:
+            # Parsers, templates, comparisons and hashes may raise anything for what is unexpected.
             self._telemetry.event(
                 "request_failed",
                 error=f"{type(error).__name__}: {error}",

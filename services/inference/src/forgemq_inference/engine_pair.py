@@ -37,6 +37,7 @@ from forgemq_inference.engine import (
     ServerInfo,
     TensorLoad,
 )
+from forgemq_shell.interruption import wait_at_most
 
 Value = TypeVar("Value")
 
@@ -208,9 +209,7 @@ class EnginePair:
 
     async def _finish_reading(self) -> None:
         """Wait until prefill has answered what it was sent; abort what takes too long."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_HANDOVER_TIMEOUT_S):
-                await self._nothing_read.wait()
+        await wait_at_most(self._nothing_read, _HANDOVER_TIMEOUT_S)
         for rid in tuple(self._reading):
             await self.abort(rid)
 

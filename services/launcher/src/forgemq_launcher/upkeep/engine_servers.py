@@ -300,7 +300,7 @@ def check_quantization(configuration: RunConfiguration, engines: Sequence[Engine
 
 
 def _check_spread(configuration: RunConfiguration) -> None:
-    if not _config_of(configuration).is_file():
+    if _model_config(configuration) is None:
         return
     sizes = _sizes(configuration)
     has_blocks = configuration.model.engine_quantization == "fp8_blocks"
@@ -312,12 +312,12 @@ def _check_spread(configuration: RunConfiguration) -> None:
 
 
 def _check_family(configuration: RunConfiguration, engines: Sequence[EngineOptions]) -> None:
-    path = _config_of(configuration)
-    if not path.is_file():
+    config = _model_config(configuration)
+    if config is None:
         return
     try:
         check_family(
-            msgspec.json.decode(path.read_bytes(), type=FamilyConfig),
+            msgspec.json.decode(config, type=FamilyConfig),
             context_tokens_max=configuration.model.context_tokens_max,
             has_gpu=all(options.has_gpu for options in engines),
         )
@@ -326,20 +326,19 @@ def _check_family(configuration: RunConfiguration, engines: Sequence[EngineOptio
 
 
 def _sizes(configuration: RunConfiguration) -> ModelSizes:
-    path = _config_of(configuration)
-    if not path.is_file():
-        return ModelSizes()
-    return msgspec.json.decode(path.read_bytes(), type=ModelSizes)
+    config = _model_config(configuration)
+    return ModelSizes() if config is None else msgspec.json.decode(config, type=ModelSizes)
 
 
 def _is_mixture(configuration: RunConfiguration) -> bool:
-    path = _config_of(configuration)
-    return path.is_file() and is_mixture(path.read_bytes())
+    config = _model_config(configuration)
+    return config is not None and is_mixture(config)
 
 
-def _config_of(configuration: RunConfiguration) -> Path:
-    """A model without this file is refused when its engine starts."""
-    return Path(configuration.model.path) / "config.json"
+def _model_config(configuration: RunConfiguration) -> bytes | None:
+    """The model's config.json; a model without it is refused when its engine starts."""
+    path = Path(configuration.model.path) / "config.json"
+    return path.read_bytes() if path.is_file() else None
 
 
 def _usual_options(configuration: RunConfiguration) -> EngineOptions:
