@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import venv
 from pathlib import Path
 
 import msgspec
@@ -11,13 +12,9 @@ import psutil
 import pytest
 
 from forgemq_launcher.core.restarts import RestartPolicy
+from forgemq_launcher.upkeep import child
 from forgemq_launcher.upkeep.machine import listening_socket
-from forgemq_launcher.upkeep.supervisor import (
-    CHILD_MODULE,
-    ProcessFailedError,
-    ServiceSpec,
-    Supervisor,
-)
+from forgemq_launcher.upkeep.supervisor import ProcessFailedError, ServiceSpec, Supervisor
 
 QUICK = RestartPolicy(restarts_max=2, delay_first_s=0.01, delay_max_s=0.02)
 
@@ -65,6 +62,21 @@ async def test_refused_settings_fail_the_run_at_once(tmp_path):
     with pytest.raises(ProcessFailedError, match="status 2"):
         await supervisor(notes).keep(refusing, may_end=lambda: False)
     assert notes == []
+
+
+async def test_a_service_runs_in_the_python_that_it_names_and_imports_from_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    venv.create(tmp_path / "other", with_pip=False, symlinks=True)
+    python = str(tmp_path / "other" / "bin" / "python")
+    (tmp_path / "beside.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    code = "import sys, beside; print(sys.executable, sys.argv); sys.exit(2)"
+    there = msgspec.structs.replace(spec(tmp_path, code), python=python, arguments=("a",))
+    with pytest.raises(ProcessFailedError, match="status 2"):
+        await supervisor([]).keep(there, may_end=lambda: False)
+    # `runpy` puts the file of the module in the place of its name.
+    assert _text(there.log_path) == f"{python} ['{tmp_path}/one_module.py', 'a']\n"
 
 
 async def test_a_killed_service_is_restarted(tmp_path):
@@ -243,7 +255,7 @@ async def test_a_service_ends_when_its_launcher_is_killed(tmp_path):
     inner = spec(tmp_path, SLEEPS)
     launcher = f"""
 import os, subprocess, sys, time
-command = [sys.executable, "-m", {CHILD_MODULE!r}, str(os.getpid()), {inner.module!r}]
+command = [sys.executable, "-m", {child.__name__!r}, str(os.getpid()), {inner.module!r}]
 child = subprocess.Popen(command, stdout=open({str(log)!r}, "w"), start_new_session=True)
 print(child.pid, flush=True)
 time.sleep(60)

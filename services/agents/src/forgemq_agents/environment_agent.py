@@ -1,4 +1,4 @@
-"""Plays episodes in an environment of the package `verifiers`, as it is.
+"""Plays episodes in an environment of the package `verifiers` 0.1, as it is.
 
 The environment's own rollout asks the gateway, with an OpenAI client that has the episode's base
 URL and key; its data set has the tasks, and its rubric makes the reward. Who caused an end decides
@@ -17,6 +17,7 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
+from forgemq_agents.environment_errors import UnplayableError, chain
 from forgemq_agents.environment_rubric import note_failures, score, unscorable
 from forgemq_agents.episode import Episode
 from forgemq_agents.errors import AgentFailedError, PolicyFailedError
@@ -31,10 +32,6 @@ RETRIES_MAX = 10
 
 _SHOWN_CHARACTERS = 200
 """Of a row in an error."""
-
-
-class UnplayableError(ValueError):
-    """An environment cannot be loaded or played; the text says why."""
 
 
 def load(name: str) -> "EnvironmentAgent":
@@ -53,7 +50,7 @@ def load(name: str) -> "EnvironmentAgent":
             environment = verifiers.load_environment(name)
         except (Exception, SystemExit) as error:
             # Whatever the user's environment raises; verifiers hides it behind an error of its own.
-            raise UnplayableError(_chain(error)) from error
+            raise UnplayableError(chain(error)) from error
     if not isinstance(environment, verifiers.Environment):
         kind = type(environment).__name__
         raise UnplayableError(f"load_environment must return a verifiers.Environment, got {kind}")
@@ -119,14 +116,14 @@ class EnvironmentAgent:
             error = state["error"]
             is_by_policy = error is not None and _is_by_policy(error)
             if error is not None and not is_by_policy:
-                raise AgentFailedError(f"the environment failed: {_chain(error)}")
+                raise AgentFailedError(f"the environment failed: {chain(error)}")
             failures = await score(self._environment.rubric, state)
         # A rollout that the policy broke off may lack what a reward function reads: that is a 0.
         if failures and not is_by_policy:
             raise AgentFailedError("; ".join(failures))
         await _report(episode, state)
         if is_by_policy:
-            raise PolicyFailedError(_chain(error))
+            raise PolicyFailedError(chain(error))
 
     async def _rollout(self, episode: Episode, client: Any) -> Any:  # noqa: ANN401 - as above
         environment = self._environment
@@ -185,16 +182,6 @@ def _is_by_policy(error: BaseException) -> bool:
     from verifiers import EmptyModelResponseError, ToolParseError
 
     return isinstance(error, EmptyModelResponseError | ToolParseError)
-
-
-def _chain(error: BaseException) -> str:
-    """An error and its causes: the first one of verifiers often says nothing."""
-    texts = []
-    cause: BaseException | None = error
-    while cause is not None:
-        texts.append(f"{type(cause).__name__}: {cause}".removesuffix(": "))
-        cause = cause.__cause__
-    return ", by ".join(texts)
 
 
 def _client_class() -> Any:  # noqa: ANN401 - openai is not installed always

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from forgemq_agents import environment_agent, supervised
+from forgemq_agents import supervised
 from forgemq_agents.core.samplers import READY, Sampler
-from forgemq_agents.environment_agent import UnplayableError
+from forgemq_agents.environment_errors import UnplayableError
+from forgemq_agents.environments import load_environment
 from forgemq_agents.episode import Episode
 from forgemq_agents.errors import TaskFileError
 from forgemq_agents.file_tasks import FileTasks, pool_refusal, tasks_in_files
@@ -114,7 +115,7 @@ def _environment(name: str, queue: Queue, evaluation: Evaluation) -> tuple[Play,
     if find_spec("verifiers") is None:
         raise UserCodeError(f"{field} needs {EXTRA}")
     try:
-        agent = environment_agent.load(name)
+        agent = load_environment(name)
         return agent, agent.tasks(evaluation, is_pool=queue.curriculum is not None)
     except UnplayableError as error:
         raise UserCodeError(f"{field}: {error}") from error

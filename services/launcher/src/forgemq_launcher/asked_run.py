@@ -40,7 +40,9 @@ class AskedRun(NamedTuple):
     """What a resume found added to them, as `name: before -> after`."""
 
 
-def asked_run(options: argparse.Namespace, *, runs: Path, environ: Mapping[str, str]) -> AskedRun:
+def asked_run(
+    options: argparse.Namespace, *, runs: Path, environ: Mapping[str, str], agents_python: str
+) -> AskedRun:
     """The run that the arguments ask for; its folder is made if it is new.
 
     Raises:
@@ -52,11 +54,11 @@ def asked_run(options: argparse.Namespace, *, runs: Path, environ: Mapping[str, 
         folder.check_resumable()
         made = changed(folder.configuration(), options.overrides, folder=Path.cwd())
         source, known = f"run {folder.run}", folder.tasks()
-        check_paths(made, source=source)
+        check_paths(made, source=source, agents_python=agents_python)
         found = found_tasks(made, source=source, environ=environ, known=known)
         return AskedRun(folder, made, found.tasks, tuple(task_changes(known, found)))
     made = resolved(options, taken=names_taken(runs))
-    check_paths(made, source=str(options.file))
+    check_paths(made, source=str(options.file), agents_python=agents_python)
     found = found_tasks(made, source=str(options.file), environ=environ)
     if not names_budget(document(options.file.read_text(), overrides=options.overrides)):
         made = with_budget(made, environ, device=device_of(made, environ))
@@ -140,10 +142,12 @@ def names_run(overrides: Sequence[str]) -> bool:
     return any(each.partition("=")[0].strip() == "run" for each in overrides)
 
 
-def check_paths(made: RunConfiguration, *, source: str, trains: bool = True) -> None:
+def check_paths(
+    made: RunConfiguration, *, source: str, trains: bool = True, agents_python: str = ""
+) -> None:
     """Refuse a model or code that is not on this machine, before it is written down anywhere.
 
-    A model that does not train may be of any family.
+    A model that does not train may be of any family. `agents_python` as of `check_user_code`.
     """
     try:
         check = check_model_folder if trains else check_model_files
@@ -151,6 +155,6 @@ def check_paths(made: RunConfiguration, *, source: str, trains: bool = True) -> 
         check_messages(made)
         if made.speculation is not None:
             check_draft_folder(made.speculation, model=Path(made.model.path))
-        check_user_code(made)
+        check_user_code(made, agents_python=agents_python)
     except ConfigurationError as error:
         raise ConfigurationError(f"{source}: {error}") from error

@@ -1,27 +1,34 @@
 """Finds the modules that a dotted name may mean, and reads them; imports nothing."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeAlias
 
 from forgemq_launcher.core.module_names import ModuleNames, module_names
 
+Installed: TypeAlias = Callable[[str], ModuleSpec | None]
+"""Finds an installed package by its name."""
 
-def find_modules(name: str, *, code_paths: Sequence[str]) -> tuple[ModuleSpec, ...]:
+
+def find_modules(
+    name: str, *, code_paths: Sequence[str], installed: Installed
+) -> tuple[ModuleSpec, ...]:
     """Every module of this name that a service may import; () if there is certainly none.
 
     Args:
         name: Dotted.
         code_paths: Folders of the run.
+        installed: Finds a package that is installed where the service runs.
     """
     package, *parts = name.split(".")
     if package == "__main__":
         return ()  # A service has its own.
     # Services also import from the folder that they are started in.
     local = PathFinder.find_spec(package, [*code_paths, str(Path.cwd())])
-    found = tuple(each for each in (local, _installed(package)) if each is not None)
+    found = tuple(each for each in (local, installed(package)) if each is not None)
     for number, part in enumerate(parts, start=1):
         found = tuple(
             inner
@@ -31,17 +38,18 @@ def find_modules(name: str, *, code_paths: Sequence[str]) -> tuple[ModuleSpec, .
     return found
 
 
-def hiding_module(name: str, *, code_paths: Sequence[str]) -> str:
+def hiding_module(name: str, *, code_paths: Sequence[str], installed: Installed) -> str:
     """Where Python finds a module in place of that in the run's folders; "" if it takes theirs.
 
     Args:
         name: Dotted.
         code_paths: Folders of the run, which come behind all others. They may lack the module.
+        installed: As of `find_modules`.
     """
     package = name.partition(".")[0]
     own = PathFinder.find_spec(package, code_paths)
     local = PathFinder.find_spec(package, [str(Path.cwd())])
-    others = [each for each in (local, _installed(package)) if each is not None and each.origin]
+    others = [each for each in (local, installed(package)) if each is not None and each.origin]
     if own is None or not others or _place(others[0]) == _place(own):
         return ""
     return _place(others[0])
@@ -68,7 +76,8 @@ def names_in(module: ModuleSpec) -> ModuleNames | None:
         raise
 
 
-def _installed(package: str) -> ModuleSpec | None:
+def installed_here(package: str) -> ModuleSpec | None:
+    """A package that this process would import; None if there is none."""
     try:
         return find_spec(package)
     except ValueError:

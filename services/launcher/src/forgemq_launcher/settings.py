@@ -52,6 +52,13 @@ class LauncherSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "0: three times the slots of its queue.",
         ),
     ] = 0
+    agents_python: Annotated[
+        str,
+        Meta(
+            description="Python that plays the agents, as /home/me/agents/bin/python, for packages "
+            "that do not go with the engine's; forgemq-agents is installed there. '': this one."
+        ),
+    ] = ""
     tensorboard: Annotated[
         bool,
         Meta(

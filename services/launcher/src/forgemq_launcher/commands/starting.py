@@ -59,7 +59,9 @@ def _run(
         raise SettingsError(
             "FORGEMQ_LAUNCHER_TENSORBOARD: install forgemq-telemetry[tensorboard], or leave it off"
         )
-    asked = asked_run(options, runs=Path(settings.runs), environ=environ)
+    asked = asked_run(
+        options, runs=Path(settings.runs), environ=environ, agents_python=settings.agents_python
+    )
     folder, made = asked.folder, asked.configuration
     device = device_of(made, environ)
     environ = {**environ, DEVICE: device}
@@ -103,7 +105,7 @@ def _eval(
     is_named = names_run(options.overrides)
     run = name if is_named else next_run(f"{name}-eval", taken=names_taken(runs))
     made = configured(values, source=source, run=run)
-    check_paths(made, source=source, trains=False)
+    check_paths(made, source=source, trains=False, agents_python=settings.agents_python)
     found_tasks(made, source=source, environ=environ)
     folder, made = new_folder(made, runs=runs, is_named=is_named, is_evaluation=True)
     with folder.locked():

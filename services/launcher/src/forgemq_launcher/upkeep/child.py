@@ -21,6 +21,9 @@ def main(arguments: list[str]) -> None:
     # If the launcher died before the line above, no signal will come.
     if os.getppid() != launcher_pid:
         sys.exit(1)
+    if sys.flags.safe_path:
+        # Started as a file, without the folder that `-m` puts there.
+        sys.path.insert(0, os.getcwd())
     sys.argv = [module, *arguments[3:]]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

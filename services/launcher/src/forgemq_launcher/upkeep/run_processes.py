@@ -165,6 +165,7 @@ class RunProcesses:
             environ=setup.environ,
             gateways=settings.gateways,
             samples=setup.samples,
+            agents_python=settings.agents_python,
         )
         self._write_targets()
         self._note(

@@ -5,6 +5,7 @@ from functools import partial
 from itertools import zip_longest
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from forgemq_contracts.queues import supplied_queues
 from forgemq_contracts.run import RunConfiguration
@@ -99,11 +100,12 @@ def service_specs(
     environ: Mapping[str, str],
     gateways: int = 1,
     samples: int = 0,
+    agents_python: str = "",
 ) -> tuple[ServiceSpec, ...]:
     """Every service process of the run, in the order of start.
 
     With `samples` above 0 its agents play so many episodes of each held-out task, and there is no
-    trainer.
+    trainer. `agents_python` plays the agents; "" for the launcher's own.
     """
     shared = _shared_environ(environ, run=configuration.run, kafka=addresses.kafka)
     spec = partial(_spec, shared, folder)
@@ -112,6 +114,7 @@ def service_specs(
     lanes = zip_longest(addresses.engine_urls, addresses.prefill_urls, fillvalue="")
     playing = own["agents"] | ({"FORGEMQ_AGENTS_SAMPLES": str(samples)} if samples else {})
     agents = [spec("agents", playing, stop_stage=0)] if supplied_queues(configuration) else []
+    agents = [replace(each, python=agents_python) for each in agents]
     ranks = configuration.trainer.world_size
     trainer = [] if samples else [spec("trainer", own["trainer"], stop_stage=2, ranks=ranks)]
     return (

@@ -14,12 +14,12 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from forgemq_launcher.core.restarts import RestartPolicy
+from forgemq_launcher.upkeep import child
 from forgemq_shell.service import EXIT_OK, EXIT_REFUSED
 
 Note: TypeAlias = Callable[[str], None]
 """Shows one line to the people at the terminal."""
 
-CHILD_MODULE = "forgemq_launcher.upkeep.child"
 LOG_TAIL_LINES = 12
 """The end of a traceback and the lines before it, on half a terminal."""
 LOG_TAIL_BYTES = 16_384
@@ -34,7 +34,7 @@ class ServiceSpec(Struct, frozen=True, kw_only=True):
     """One service process: `python -m <module> <arguments>`.
 
     `stop_stage`: lower stages are stopped first. `inherited_fds`: open files that each start of it
-    gets under the same numbers. `lane`: that it serves.
+    gets under the same numbers. `lane`: that it serves. `python`: "" for that of the launcher.
     """
 
     name: str
@@ -45,6 +45,7 @@ class ServiceSpec(Struct, frozen=True, kw_only=True):
     arguments: tuple[str, ...] = ()
     inherited_fds: tuple[int, ...] = ()
     lane: int | None = None
+    python: str = ""
 
 
 class ServiceStatus(Struct, frozen=True, kw_only=True):
@@ -165,11 +166,14 @@ def log_tail(path: Path) -> str:
 
 
 async def _start_process(spec: ServiceSpec) -> asyncio.subprocess.Process:
-    bound = ("-m", CHILD_MODULE, str(os.getpid()), spec.module)
+    # Another Python has no launcher to import from.
+    bound = ("-P", child.__file__) if spec.python else ("-m", child.__name__)
     with spec.log_path.open("ab") as log:
         return await asyncio.create_subprocess_exec(
-            sys.executable,
+            spec.python or sys.executable,
             *bound,
+            str(os.getpid()),
+            spec.module,
             *spec.arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,

@@ -1,0 +1,183 @@
+"""An environment of verifiers 0.4, played by the code of the agents service in a Python of its own.
+
+The lock of `make setup` has an older verifiers, whose environments are of another kind.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.clients.bench import MODES, Check, Client, Launch, Mode, Scene
+from tests.clients.conftest import SystemOf
+from tests.clients.install import CACHE, ROOT, folder_of
+from tests.clients.scripted_model import ScriptedModel
+from tests.clients.task import parallel_steps_of, steps_of
+
+pytestmark = pytest.mark.clients
+
+HERE = Path(__file__).parent
+SOURCES = (*sorted(ROOT.glob("libs/*/src")), ROOT / "contracts/src", ROOT / "services/agents/src")
+# Of uv, with which verifiers sets up the program of its harness.
+INHERITED = ("SSL_CERT_FILE", "UV_INDEX_URL", "UV_DEFAULT_INDEX")
+
+
+def environ_of(modules: Path) -> dict[str, str]:
+    """What a Python with verifiers needs to import the agents service and these modules."""
+    return {
+        **{name: os.environ[name] for name in INHERITED if name in os.environ},
+        "PYTHONPATH": os.pathsep.join(map(str, (*SOURCES, modules))),
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+        "UV_CACHE_DIR": str(CACHE / "uv"),
+    }
+
+
+def verifiers_environment(scene: Scene) -> Launch:
+    session = scene.root if "/s/" in scene.root else f"{scene.root}/s/{scene.key}"
+    return Launch(
+        (
+            str(scene.installed / "venv/bin/python"),
+            str(HERE / "programs" / "verifiers_environment.py"),
+            f"{session}/v1",
+            "written_file",
+        ),
+        environ_of(HERE / "environments"),
+    )
+
+
+VERIFIERS = Client(
+    name="verifiers (Python, bash)",
+    package="verifiers",
+    protocol="chat",
+    launch=verifiers_environment,
+    steps=steps_of("bash", "command"),
+    parallel_steps=parallel_steps_of("bash", "command"),
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_an_environment_of_verifiers_is_played_and_scored_on_one_exact_path(
+    mode: Mode, check: Check
+) -> None:
+    await check(VERIFIERS, mode)
+
+
+ENVIRONMENT = """
+import verifiers.v1 as vf
+
+__all__ = ["OneTaskset"]
+
+class OneTask(vf.Task[vf.TaskData]):
+    @vf.reward(weight=2.0)
+    async def answered(self, trace: vf.Trace) -> float:
+        {reward}
+
+class OneTaskset(vf.Taskset[OneTask]):
+    {endless}
+    def load(self):
+        return [OneTask(vf.TaskData(prompt={prompt}), self.config.task) for _ in range(2)]
+
+def load_environment():
+    agent = {{"harness": {{"id": "bash"}}, "runtime": {{"type": "subprocess"}}, {agent}}}
+    return vf.load_environment(
+        vf.resolve_env_config({{"id": "{kind}", "taskset": {{"id": __name__}}, {role}: agent}})
+    )
+"""
+USUAL = {
+    "reward": "return 1.0",
+    "endless": "",
+    "prompt": '"Write hello into out.txt and show it."',
+    "agent": "",
+    "kind": "",
+    "role": '"agent"',
+}
+
+
+def loading(folder: Path, **changed: str) -> str:
+    """What an environment is refused with."""
+    (folder / "one.py").write_text(ENVIRONMENT.format(**{**USUAL, **changed}))
+    program = (
+        "from forgemq_agents.environments import load_environment\n"
+        "from forgemq_contracts.run import Evaluation\n"
+        "load_environment('one').tasks(Evaluation(tasks=2), is_pool=False)\n"
+    )
+    done = subprocess.run(
+        [folder_of("verifiers") / "venv/bin/python", "-c", program],
+        env={**os.environ, **environ_of(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stderr.splitlines()[-1].removeprefix(
+        "forgemq_agents.environment_errors.UnplayableError: "
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (
+            {"kind": "user-sim", "role": '"assistant"'},
+            "exactly one agent may sample from the policy, and so have no client of its own: an "
+            "episode has one reward. Here these do: assistant, user",
+        ),
+        (
+            {"agent": '"retries": {"max_retries": 1}'},
+            "agent.retries must be 0: the turns of a failed try would train with the reward of the "
+            "next one; a masked episode is played again by the run",
+        ),
+        (
+            {"endless": "INFINITE = True"},
+            "its taskset is endless: bound it, as by environment.taskset.take(1000)",
+        ),
+        (
+            {},
+            "its taskset has 2 tasks, of which the last evaluation.tasks, 2, are held out: none is "
+            "left to train",
+        ),
+    ],
+)
+def test_an_environment_that_cannot_be_played_is_refused_with_the_reason(
+    tmp_path: Path, changed: dict[str, str], words: str
+) -> None:
+    assert loading(tmp_path, **changed) == words
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, "{'outcome': 2.0}"),
+        ({"agent": '"max_turns": 1'}, "{'outcome': 2.0, 'truncated': 'too_many_turns'}"),
+        (
+            {"reward": 'raise KeyError("word")'},
+            "AgentFailedError: the environment failed: TaskError: ",
+        ),
+        (
+            {"prompt": '[vf.UserMessage(content="4,7 " * 200_000)]'},
+            "{'outcome': 2.0, 'truncated': 'context_full'}",
+        ),
+    ],
+)
+async def test_the_policy_answers_for_limits_and_nobody_for_what_fails(
+    tmp_path: Path, system_of: SystemOf, changed: dict[str, str], words: str
+) -> None:
+    (tmp_path / "one.py").write_text(ENVIRONMENT.format(**{**USUAL, **changed}))
+    async with system_of("plain") as system:
+        system.script = ScriptedModel(VERIFIERS.steps)
+        claim = await system.episode()
+        process = await asyncio.create_subprocess_exec(
+            folder_of("verifiers") / "venv/bin/python",
+            HERE / "programs" / "verifiers_environment.py",
+            claim["session_url"],
+            "one",
+            env={**os.environ, **environ_of(tmp_path)},
+            cwd=tmp_path,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        printed, _ = await process.communicate()
+    last = printed.decode().splitlines()[-1]
+    assert last.removeprefix("forgemq_agents.errors.").startswith(words), printed.decode()
