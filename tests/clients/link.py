@@ -16,6 +16,8 @@ _NOT_PASSED_ON = {"transfer-encoding", "content-length", "connection", "host", "
 _BODY_BYTES_MAX = 64 * 1024 * 1024
 _CUT_AFTER_S = 1.0  # If no byte came: a request that is not streamed has none before its answer.
 _RETRY_S = 0.05
+# What a client has not read yet when its connection is cut is lost to it.
+_READS_S = 0.5
 
 
 class Link:
@@ -118,6 +120,8 @@ class Link:
         response.content_length = None
         await response.prepare(request)
         await response.write(first)
+        if fault == "cut_answer":
+            await asyncio.sleep(_READS_S)
         return self._cut(request)
 
     def _cut(self, request: web.Request) -> web.StreamResponse:

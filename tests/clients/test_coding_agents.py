@@ -55,7 +55,8 @@ CLAUDE_CODE = Client(
     launch=claude_code,
     steps=steps_of("Bash", "command", description="run"),
     parallel_steps=parallel_steps_of("Bash", "command", description="run"),
-    may_give_up=("cut_answer",),
+    # It keeps the part of the answer that came, and asks for the rest.
+    cut_forks=("edited",),
 )
 CODEX = Client(
     name="@openai/codex",

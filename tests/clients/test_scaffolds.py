@@ -115,7 +115,8 @@ OPENCODE = Client(
     # The title of its session.
     forks=("side_request",),
     fault_at=2,
-    cut_forks=("resampled",),
+    # It asks again, and keeps the part of the answer that it had in its history.
+    cut_forks=("resampled", "edited"),
 )
 QWEN_CODE = Client(
     name="@qwen-code/qwen-code",
