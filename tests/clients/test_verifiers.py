@@ -181,3 +181,32 @@ async def test_the_policy_answers_for_limits_and_nobody_for_what_fails(
         printed, _ = await process.communicate()
     last = printed.decode().splitlines()[-1]
     assert last.removeprefix("forgemq_agents.errors.").startswith(words), printed.decode()
+
+
+ROTATION = """
+import asyncio
+from forgemq_agents.taskset_agent import load
+
+async def main():
+    agent, sets = load("written_file"), []
+    for _ in range(130):
+        async with agent._served():
+            if agent._newest not in sets:
+                sets.append(agent._newest)
+    # Stopping takes a moment; the newest set never ends by itself.
+    await asyncio.wait([each.task for each in sets[:-1]], timeout=20)
+    print([each.begun for each in sets], [each.task.done() for each in sets])
+
+asyncio.run(main())
+"""
+
+
+def test_servers_are_replaced_after_64_episodes_and_end_with_the_last_of_them() -> None:
+    done = subprocess.run(
+        [folder_of("verifiers") / "venv/bin/python", "-c", ROTATION],
+        env={**os.environ, **environ_of(HERE / "environments")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "[64, 64, 2] [True, True, False]\n"
