@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -135,6 +136,34 @@ def test_a_run_that_is_announced_refuses_by_name_what_must_stay_and_takes_more_r
     assert announced(environ, given).configuration.log.group_partitions == 2
     assert asyncio.run(partitions(environ, given, REPORTED_ENGINES)) == 3
     assert asyncio.run(partitions(environ, given, SCORED_GROUPS)) == 2
+
+
+def test_a_run_that_is_announced_refuses_other_tasks_and_says_which_were_added(
+    environ, new_run_id, tmp_path
+):
+    file, run_id = tmp_path / "tasks.jsonl", new_run_id()
+    lines = [f"{json.dumps({'number': number})}\n" for number in range(4)]
+
+    def create() -> tuple[int, str]:
+        console = Console(file=io.StringIO(), width=200)
+        files = ("queues.0.task_source=", f"queues.0.task_file={file}", "evaluation.tasks=0")
+        called = {**os.environ, **environ, "FORGEMQ_RUN": run_id}
+        status = run_tool(["create", str(DEMO), *files], environ=called, console=console)
+        return status, console.file.getvalue()
+
+    file.write_text("".join(lines[:3]))
+    assert create()[0] == 0
+    first = announced(environ, run_id)
+    assert [each.count for each in first.tasks] == [3]
+    file.write_text("".join(reversed(lines[:3])))
+    status, printed = create()
+    assert (status, "task_file: the run has had 3 tasks, and as many" in printed) == (2, True)
+    assert announced(environ, run_id) == first
+    file.write_text("".join(lines))
+    told = f"run {run_id} is announced again with queues.shop_desk.task_file: 3 tasks -> 4 tasks"
+    assert told in create()[1]
+    assert [each.count for each in announced(environ, run_id).tasks] == [4]
+    assert "announced again" not in create()[1]
 
 
 def test_a_run_that_was_deleted_is_announced_anew_though_its_old_start_is_on_the_log(

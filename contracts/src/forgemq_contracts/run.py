@@ -27,6 +27,7 @@ from forgemq_contracts.live_key import LiveKey
 from forgemq_contracts.lora import Lora
 from forgemq_contracts.loss import Loss
 from forgemq_contracts.pool import Pool
+from forgemq_contracts.read_tasks import ReadTasks
 from forgemq_contracts.repetition import RepetitionStop
 from forgemq_contracts.speculation import Speculation
 from forgemq_contracts.stages import Stage
@@ -355,6 +356,10 @@ class StartedRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     has_blob_folder: Annotated[
         bool, Meta(description="The run's folder below a local `blobs` is made; no write makes it.")
     ] = False
+    tasks: Annotated[
+        tuple[ReadTasks, ...],
+        Meta(description="What its files of tasks had; of those that were read at a start."),
+    ] = ()
 
 
 class EndedRun(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,26 +1,16 @@
 """What the launcher asks the agents about a run's files of tasks, and what they answer.
 
-Neither is on the log. `python -m forgemq_agents.check_tasks` reads the question as JSON from its
-standard input, and writes the answer.
+`python -m forgemq_agents.check_tasks` reads the question as JSON from its standard input, and
+writes the answer. Of both only `ReadTasks` is on the log, in `StartedRun`.
 """
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated
 
 from msgspec import Meta, Struct
 
 from forgemq_contracts.fields import DomainName
+from forgemq_contracts.read_tasks import ReadTasks
 from forgemq_contracts.run import RunConfiguration
-
-TaskField: TypeAlias = Literal["task_file", "held_out_file"]
-
-
-class ReadTasks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The tasks of one file or folder: how many, and a checksum of their values in their order."""
-
-    domain: DomainName
-    field: TaskField
-    count: Annotated[int, Meta(ge=0, description="Of held-out tasks those that are played.")]
-    checksum: str
 
 
 class AskedTasks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

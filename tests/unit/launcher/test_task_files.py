@@ -2,17 +2,19 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from forgemq_contracts.read_tasks import ReadTasks
 from forgemq_contracts.run import RunConfiguration
-from forgemq_contracts.task_files import FoundTasks, ReadTasks
+from forgemq_contracts.task_files import FoundTasks
 from forgemq_launcher.core.configuration import ConfigurationError
 from forgemq_launcher.core.task_changes import task_changes
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
-from forgemq_launcher.task_files import found_tasks
+from forgemq_launcher.task_files import found_tasks, unread_here
 from tests.small_run import small_run
 from tests.unit.launcher.test_commands import DEMO, tool
 
@@ -66,14 +68,14 @@ def test_a_conversation_that_is_none_is_refused_with_its_line(tmp_path):
         read(made)
 
 
-@pytest.mark.parametrize("command", ["run", "plan"])
+@pytest.mark.parametrize("command", ["run", "plan", "create"])
 def test_a_run_with_a_bad_row_is_refused_before_anything_is_started(tool, tmp_path, command):
     (tmp_path / "t.jsonl").write_text('{"goal": 1}\nno JSON\n')
     status, printed = tool(
         *(command, str(DEMO / "run.toml"), "queues.shop_desk.task_source=", "evaluation.tasks=0"),
         f"queues.shop_desk.task_file={tmp_path / 't.jsonl'}",
         *(("--gpu", "h100") if command == "plan" else ()),
-        **os.environ,
+        **{**os.environ, "FORGEMQ_KAFKA": "127.0.0.1:1", "FORGEMQ_BLOBS": "blobs"},
     )
     assert (status, "t.jsonl, line 2: JSON is malformed" in printed) == (2, True)
     assert not (tmp_path / "runs").exists()
@@ -81,6 +83,42 @@ def test_a_run_with_a_bad_row_is_refused_before_anything_is_started(tool, tmp_pa
 
 def test_a_plan_for_other_machines_leaves_out_files_that_are_not_on_this_one(tmp_path):
     made = run_of(tmp_path / "none.jsonl")
+    elsewhere = found_tasks(made, source="", environ=os.environ, is_elsewhere=True)
+    assert elsewhere == FoundTasks()
+
+
+def test_a_resume_over_an_outside_broker_compares_the_files_before_it_asks_the_broker(
+    tool, tmp_path
+):
+    write(tmp_path / "t.jsonl", TASKS)
+    made = msgspec.structs.replace(
+        run_of(tmp_path / "t.jsonl", agent="shop_desk.agent:play"),
+        model=msgspec.structs.replace(
+            small_run(group_partitions=1).model, path=str(DEMO / "model")
+        ),
+        code_paths=(str(DEMO),),
+    )
+    folder = RunFolder(tmp_path / "runs" / made.run)
+    folder.make(made)
+    folder.keep_tasks(read(made).tasks)
+    resume = ("run", str(DEMO / "run.toml"), "--resume", made.run)
+    outside = {**os.environ, "FORGEMQ_KAFKA": "127.0.0.1:1"}
+    write(tmp_path / "t.jsonl", TASKS[1:])
+    status, printed = tool(*resume, **outside)
+    assert (status, "the run has had 3 tasks, and there are 2 now" in printed) == (2, True)
+    (tmp_path / "t.jsonl").write_text("no JSON\n")
+    status, printed = tool(*resume, **outside)
+    assert (status, "t.jsonl, line 1: JSON is malformed" in printed) == (2, True)
+
+
+def test_a_machine_without_agents_leaves_out_files_of_a_run_for_other_machines(
+    tmp_path, monkeypatch
+):
+    write(tmp_path / "t.jsonl", TASKS)
+    made = run_of(tmp_path / "t.jsonl")
+    assert unread_here(made) == ()
+    monkeypatch.setitem(sys.modules, "forgemq_agents", None)
+    assert unread_here(made) == ("desk",)
     elsewhere = found_tasks(made, source="", environ=os.environ, is_elsewhere=True)
     assert elsewhere == FoundTasks()
 

@@ -13,8 +13,9 @@ import msgspec
 
 from forgemq_agents.errors import TaskFileError
 from forgemq_agents.file_tasks import tasks_in_files
+from forgemq_contracts.read_tasks import ReadTasks, TaskField
 from forgemq_contracts.run import Queue, RunConfiguration
-from forgemq_contracts.task_files import AskedTasks, FoundTasks, ReadTasks, TaskField
+from forgemq_contracts.task_files import AskedTasks, FoundTasks
 
 _CHECKSUM_BYTES = 16
 """It tells apart files that people change, and is kept for each of them."""

@@ -112,7 +112,8 @@ class RunningRun:
             log, configuration, blobs=self._setup.blobs, now_ms=now_ms(), plays_here=True
         )
         found = (*started.changes, *self._setup.task_changes)
-        started = msgspec.structs.replace(started, changes=found)
+        tasks = self._setup.tasks or started.tasks
+        started = msgspec.structs.replace(started, changes=found, tasks=tasks)
         self._screen.say(f"the run has {len(partition_counts(configuration))} topics")
         for change in started.changes:
             self._screen.say(f"changed by this resume: {change}")

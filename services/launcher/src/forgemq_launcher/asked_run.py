@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from forgemq_contracts.read_tasks import ReadTasks
 from forgemq_contracts.run import RunConfiguration
-from forgemq_contracts.task_files import ReadTasks
 from forgemq_launcher.core.configuration import (
     ConfigurationError,
     Document,

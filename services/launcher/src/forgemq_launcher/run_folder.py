@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from forgemq_contracts.read_tasks import ReadTasks
 from forgemq_contracts.run import RunConfiguration
-from forgemq_contracts.task_files import ReadTasks
 from forgemq_launcher.whole_files import write_json, write_whole
 from forgemq_settings.environment import SettingsError
 from forgemq_settings.key_file import KeyFile

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from forgemq_contracts.read_tasks import ReadTasks
 from forgemq_contracts.run import RunConfiguration
-from forgemq_contracts.task_files import ReadTasks
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_launcher.settings import LauncherSettings
 

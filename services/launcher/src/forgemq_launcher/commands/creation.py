@@ -1,16 +1,20 @@
 """`forgemq create`: puts a run on a broker; people or a cluster start its services."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from forgemq_bus.kafka import KafkaLog
 from forgemq_bus.kafka_runs import runs_on_broker
+from forgemq_contracts.read_tasks import ReadTasks
 from forgemq_contracts.run import RunConfiguration, StartedRun
 from forgemq_contracts.run_changes import FieldChange
+from forgemq_contracts.task_files import FoundTasks
 from forgemq_contracts.topics import TRAINED_STEPS
 from forgemq_launcher.core.configuration import next_run
+from forgemq_launcher.core.task_changes import task_changes
 from forgemq_launcher.records.announcement import next_start, start_before
 from forgemq_launcher.records.run_log import open_run_log
 from forgemq_launcher.records.run_topics import write_start
@@ -33,6 +37,25 @@ REQUIRED = {
 
 _TRY_S_MAX = 10.0
 """One try of a broker that is still starting, so that each can be reported."""
+
+
+class ReadAgain(Protocol):
+    """Reads a run's files of tasks, and compares them with what an earlier start had."""
+
+    def __call__(self, *, known: Sequence[ReadTasks]) -> FoundTasks:
+        """As `task_files.found_tasks`."""
+
+
+class TasksOfFiles(NamedTuple):
+    """What a run's files of tasks have; nothing if they cannot be read on this machine."""
+
+    found: FoundTasks
+    read_again: ReadAgain
+
+    def beside(self, known: Sequence[ReadTasks]) -> FoundTasks:
+        """The same, compared with what the run's newest start had."""
+        is_same = not known or known == self.found.tasks
+        return self.found if is_same else self.read_again(known=known)
 
 
 async def wait_for_named_broker(environ: Mapping[str, str], *, say: Callable[[str], None]) -> None:
@@ -89,6 +112,7 @@ async def create_run(
     environ: Mapping[str, str],
     *,
     blobs: str,
+    tasks: TasksOfFiles,
     say: Callable[[str], None],
 ) -> StartedRun:
     """Create the topics of a run and announce it on the broker that FORGEMQ_KAFKA names.
@@ -100,18 +124,26 @@ async def create_run(
         configuration: Of the run.
         environ: Names the broker.
         blobs: Address of the blob store.
+        tasks: Of its files.
         say: Gets a line for each field in which the run differs from how it was announced before.
 
     Raises:
         SettingsError: FORGEMQ_KAFKA is not set.
-        ConfigurationError: a field differs from the run's newest start and must stay.
+        ConfigurationError: a field differs from the run's newest start and must stay, or its files
+            no longer begin with the tasks that the run has had.
         PartitionCountError: a topic has another number of partitions.
     """
     connection = kafka_connection(environ)
     async with open_run_log(connection, configuration, blobs=blobs) as log:
         announced = await start_before(log, configuration.run)
+        known = announced.tasks if announced else ()
+        found = tasks.beside(known)
+        added = tuple(task_changes(known, found))
         started = await next_start(log, configuration, blobs=blobs, now_ms=now_ms())
-    if announced and (announced.configuration, announced.blobs) == (configuration, blobs):
+        started = msgspec.structs.replace(
+            started, tasks=found.tasks or known, changes=(*started.changes, *added)
+        )
+    if announced and not added and _is_as_asked(announced, configuration, blobs=blobs):
         return announced
     await write_start(connection, started)
     if announced:
@@ -120,6 +152,10 @@ async def create_run(
             say(f"run {started.run} is announced again with {change}")
         say("its services that are up go by it from their next start on")
     return started
+
+
+def _is_as_asked(announced: StartedRun, configuration: RunConfiguration, *, blobs: str) -> bool:
+    return (announced.configuration, announced.blobs) == (configuration, blobs)
 
 
 def blobs_address(environ: Mapping[str, str]) -> str:

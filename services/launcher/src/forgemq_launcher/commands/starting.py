@@ -27,7 +27,7 @@ from forgemq_launcher.placement import DEVICE, device_of
 from forgemq_launcher.run_folder import names_taken
 from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.settings import LauncherSettings
-from forgemq_launcher.task_files import found_tasks
+from forgemq_launcher.task_files import found_tasks, unread_here
 from forgemq_settings.environment import SettingsError
 
 
@@ -135,11 +135,17 @@ def _create(options: argparse.Namespace, *, environ: Mapping[str, str], console:
     run = environ.get("FORGEMQ_RUN", "")
     # A file or a setting that is refused is refused before the broker is asked for anything.
     made = resolved(options, taken=[], run=run)
-    check_paths(made, source=str(options.file))
+    source = str(options.file)
+    check_paths(made, source=source)
+    read = partial(found_tasks, source=source, environ=environ, is_elsewhere=True)
+    found = read(made)
     blobs, told = creation.blobs_address(environ), partial(say, console)
     asyncio.run(creation.wait_for_named_broker(environ, say=told))
     if not run and not names_run(options.overrides):
         made = asyncio.run(creation.take_number(made, environ))
-    started = asyncio.run(creation.create_run(made, environ, blobs=blobs, say=told))
+    if unread := unread_here(made):
+        told(f"task files of {', '.join(unread)}: read by the agents only, at their own start")
+    tasks = creation.TasksOfFiles(found, partial(read, made))
+    started = asyncio.run(creation.create_run(made, environ, blobs=blobs, tasks=tasks, say=told))
     say(console, creation.next_commands(started, kafka=environ["FORGEMQ_KAFKA"]))
     return exit_status.OK

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from forgemq_contracts.task_files import FoundTasks, ReadTasks
+from forgemq_contracts.read_tasks import ReadTasks
+from forgemq_contracts.task_files import FoundTasks
 from forgemq_launcher.core.configuration import ConfigurationError
 
 _REASONS = {

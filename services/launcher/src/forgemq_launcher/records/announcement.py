@@ -53,6 +53,7 @@ async def next_start(
         started_ms=now_ms,
         resumed_from_step=await last_trained_step(log, configuration),
         changes=tuple(map(str, found)),
+        tasks=() if previous is None else previous.tasks,
         has_blob_folder=await _has_blob_folder(
             blobs, previous, run=configuration.run, plays_here=plays_here
         ),
