@@ -9,7 +9,7 @@ from msgspec import Raw
 
 from forgemq_agents.core.known_tasks import KnownTasks
 from forgemq_agents.core.samplers import READY
-from forgemq_agents.groups import TASK_BYTES_MAX
+from forgemq_agents.task_size import TASK_BYTES_MAX
 from forgemq_agents.user_code import UserCodeError
 from forgemq_contracts.admin import GroupRequest
 from forgemq_contracts.curriculum import TaskResult

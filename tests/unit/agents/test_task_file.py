@@ -17,6 +17,7 @@ from pyarrow import parquet
 from forgemq_agents.core.task_order import order_of_pass
 from forgemq_agents.errors import TaskFileError
 from forgemq_agents.task_file import TaskFile, read_tasks
+from forgemq_agents.task_size import TASK_BYTES_MAX
 from forgemq_agents.user_code import UserCodeError, load_domains
 from forgemq_contracts.curriculum import Curriculum
 from forgemq_contracts.run import Evaluation, Model, Queue, RunConfiguration, Trainer
@@ -118,6 +119,26 @@ def test_a_value_of_a_row_that_cannot_be_read_is_named_by_row_and_column(tmp_pat
     )
     with pytest.raises(TaskFileError, match=r"a\.parquet, row 1, column said: 'utf-8' codec"):
         read_tasks(tmp_path / "a.parquet")
+
+
+def test_a_task_that_no_request_takes_is_refused_by_file_place_and_size(tmp_path):
+    longest, longer = {"a": "x" * (TASK_BYTES_MAX - 8)}, {"a": "x" * (TASK_BYTES_MAX - 7)}
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(longest)}\n\n{json.dumps(longer)}\n")
+    size = f"has {TASK_BYTES_MAX + 1} bytes, a task has at most {TASK_BYTES_MAX}"
+    with pytest.raises(TaskFileError, match=rf"a\.jsonl, line 3 {size}"):
+        read_tasks(tmp_path / "a.jsonl")
+    parquet.write_table(pyarrow.Table.from_pylist([longest, longer]), tmp_path / "a.parquet")
+    with pytest.raises(TaskFileError, match=rf"a\.parquet, row 1 {size}"):
+        read_tasks(tmp_path / "a.parquet")
+
+
+def test_a_task_counts_by_its_length_as_it_is_sent(tmp_path):
+    """Written out, 1e15 is a number of 18 characters."""
+    numbers = ",".join(["1e15"] * (TASK_BYTES_MAX // 10))
+    assert len(numbers) < TASK_BYTES_MAX
+    (tmp_path / "a.jsonl").write_text(f"[{numbers}]\n")
+    with pytest.raises(TaskFileError, match=r"a\.jsonl, line 1 has \d+ bytes, a task has"):
+        read_tasks(tmp_path / "a.jsonl")
 
 
 def test_a_folder_without_a_file_of_tasks_is_refused(tmp_path):

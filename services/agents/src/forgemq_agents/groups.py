@@ -12,9 +12,10 @@ from forgemq_agents.episode_player import EpisodePlayer
 from forgemq_agents.errors import EpisodeOverError, GatewayError
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.room import Reservation, Room
+from forgemq_agents.task_size import size_fault
 from forgemq_agents.user_code import DomainCode, UserCodeError
 from forgemq_agents.user_values import in_json
-from forgemq_contracts.admin import BODY_BYTES_MAX, Claim, GroupRequest, GroupStatus
+from forgemq_contracts.admin import Claim, GroupRequest, GroupStatus
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.stages import of_domain
 
@@ -24,8 +25,6 @@ SLOT_WAIT_S = 20.0
 CLAIM_WAIT_S = 5.0
 GIVE_BACK_S_MAX = 2.0
 """For the gateway's answers, while the process stops; without them the leases lapse."""
-TASK_BYTES_MAX = BODY_BYTES_MAX - 65_536
-"""A task travels in the request for its group, whose other fields are below 1 kB."""
 
 
 class Chosen(NamedTuple):
@@ -239,6 +238,6 @@ def _in_json(task: object, *, name: str) -> Raw:
         written = in_json(task)
     except (ValueError, TypeError, RecursionError) as error:
         raise UserCodeError(f"{name} has no form in JSON: {error}") from error
-    if len(written) > TASK_BYTES_MAX:
-        raise UserCodeError(f"{name} has {len(written)} bytes, a task has at most {TASK_BYTES_MAX}")
+    if fault := size_fault(written):
+        raise UserCodeError(f"{name} {fault}")
     return Raw(written)

@@ -12,6 +12,7 @@ from forgemq_agents.byte_order_mark import skip_mark
 from forgemq_agents.core.task_order import order_of_pass
 from forgemq_agents.errors import TaskFileError
 from forgemq_agents.task_folder import FORMATS, FORMATS_NAMED, files_of
+from forgemq_agents.task_size import size_fault
 from forgemq_contracts.run import Evaluation
 
 _PASSES_KEPT = 2
@@ -112,9 +113,11 @@ def _lines(path: Path) -> Iterator[Any]:
             if not line.strip():
                 continue
             try:
-                yield decoder.decode(line)
+                task = decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise TaskFileError(f"{path}, line {number}: {error}") from error
+            _check_size(task, place=f"{path}, line {number}")
+            yield task
 
 
 def _rows(path: Path) -> list[Any]:
@@ -136,9 +139,18 @@ def _rows(path: Path) -> list[Any]:
         kind = "stream of Arrow" if is_stream else "Parquet file"
         raise TaskFileError(f"{path} is no {kind}: {error}") from error
     try:
-        return [_json_value(row) for row in table.to_pylist()]
+        tasks = [_json_value(row) for row in table.to_pylist()]
     except _NO_VALUE as error:
         raise TaskFileError(f"{path}, {_place_of_fault(table)}: {error}") from error
+    for number, task in enumerate(tasks):
+        _check_size(task, place=f"{path}, row {number}")
+    return tasks
+
+
+def _check_size(task: object, *, place: str) -> None:
+    """Refuse a task that no request for a group takes; as it is sent it may be longer than here."""
+    if fault := size_fault(msgspec.json.encode(task)):
+        raise TaskFileError(f"{place} {fault}")
 
 
 def _json_value(value: object) -> Any:  # noqa: ANN401 - whatever a column holds
