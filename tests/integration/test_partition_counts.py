@@ -14,7 +14,8 @@ from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
 from forgemq_bus.errors import PartitionCountError
 from forgemq_bus.kafka import KafkaLog
 from forgemq_contracts import topics
-from forgemq_launcher.commands.creation import create_run
+from forgemq_contracts.task_files import FoundTasks
+from forgemq_launcher.commands.creation import TasksOfFiles, create_run
 from tests.integration.scored_run import PARTITIONS, Run, scored_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -108,7 +109,11 @@ async def test_a_run_is_given_room_for_more_lanes_and_a_service_that_is_up_asks_
     wider = msgspec.structs.replace(run.configuration, log=layout)
     blobs = (tmp_path / "blobs").as_uri()
     started = await create_run(
-        wider, {"FORGEMQ_KAFKA": kafka_bootstrap}, blobs=blobs, say=lambda line: None
+        wider,
+        {"FORGEMQ_KAFKA": kafka_bootstrap},
+        blobs=blobs,
+        tasks=TasksOfFiles(FoundTasks(), lambda *, known: FoundTasks()),
+        say=lambda line: None,
     )
     assert started.changes == ("log.lanes_max: None -> 3",)
     topic = f"{run.configuration.run}.{LANES}"
