@@ -30,8 +30,6 @@ Published: TypeAlias = PublishedWeights | PublishedHead
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
 _SHA256 = re.compile("[0-9a-f]{64}")
-_CHUNK_BYTES = 8 * 2**20
-"""Read at once for a checksum: large enough for the disk's full speed."""
 _HEADER_START_BYTES = 8
 """A safetensors file begins with its header's length, a 64-bit integer."""
 _PARTIAL = ".partial"
@@ -217,8 +215,5 @@ def _verify(path: Path, expected_sha256: str) -> None:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

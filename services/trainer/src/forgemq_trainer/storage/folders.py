@@ -13,9 +13,6 @@ from pathlib import Path
 
 _LOCK = ".lock"
 
-HASHED_BYTES_AT_ONCE = 1 << 20
-"""Large enough that hashing, not system calls, takes the time; small enough to stay in a cache."""
-
 
 class FolderInUseError(Exception):
     """Another process on this machine holds the folder."""
@@ -109,11 +106,8 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file, lower-case hexadecimal."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(HASHED_BYTES_AT_ONCE):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def forget_cached(path: Path) -> None:
