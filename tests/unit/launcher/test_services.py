@@ -89,6 +89,16 @@ def test_processes_of_one_service_are_numbered_so_that_their_metrics_have_ports(
     assert set(numbers.values()) == {"0"}
 
 
+def test_each_service_but_the_agents_touches_a_file_of_its_own(tmp_path: Path) -> None:
+    made = specs(tmp_path, PLAYED)
+    files = {name: each.environ.get("FORGEMQ_SERVICE_ALIVE_FILE") for name, each in made.items()}
+    assert files["trainer"] == str(RunFolder(tmp_path) / "logs" / "trainer.alive")
+    assert files["agents"] is None
+    watched = {name: str(each.alive_path) for name, each in made.items() if each.alive_path}
+    assert watched == {name: file for name, file in files.items() if file}
+    assert len(set(watched.values())) == len(made) - 1
+
+
 def test_several_gateways_share_a_socket_and_each_has_a_port_of_its_own(tmp_path: Path) -> None:
     gateways = [
         spec for spec in made(tmp_path, PLAYED, gateways=2) if spec.module == "forgemq_gateway"

@@ -170,3 +170,20 @@ async def test_the_silent_loop_is_named_once_and_one_that_ended_is_not_missed(tm
     touching.cancel()
     (event,) = map(json.loads, lines.getvalue().splitlines())
     assert (event["event"], event["loops"]) == ("silent", ["task-0"])
+
+
+async def test_a_file_that_cannot_be_touched_ends_no_service_and_is_said_once(tmp_path):
+    lines, path = io.StringIO(), tmp_path / "gone" / "alive"
+    telemetry = Telemetry(service="merger", stream=lines)
+    touching = asyncio.create_task(
+        keep_alive_file(path, LoopWatch(), telemetry, silent_s_max=9.0, every_s=0.001)
+    )
+    await asyncio.sleep(0.05)
+    (event,) = map(json.loads, lines.getvalue().splitlines())
+    assert event["event"] == "alive_file_refused"
+    assert f"No such file or directory: '{path}'" in event["error"]
+    path.parent.mkdir()
+    await asyncio.sleep(0.05)
+    assert path.exists()
+    assert not touching.done()
+    touching.cancel()

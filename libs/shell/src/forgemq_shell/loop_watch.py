@@ -49,13 +49,28 @@ async def keep_alive_file(
     silent_s_max: float,
     every_s: float = TOUCH_EVERY_S,
 ) -> None:
-    """Touch the file while every loop turns, until cancelled; name those that stopped, once."""
+    """Touch the file while every loop turns, until cancelled; name those that stopped, once.
+
+    A file that cannot be touched, on a full disk or in a folder that is gone, ends no service.
+    """
     said: tuple[str, ...] = ()
+    refusal = ""
     while True:
         silent = loop_watch.silent(silent_s_max=silent_s_max)
         if not silent:
-            path.touch()  # noqa: ASYNC240 - microseconds; a thread would outlive the event loop
+            was, refusal = refusal, _touched(path)
+            if refusal and refusal != was:
+                telemetry.event("alive_file_refused", error=refusal)
         elif silent != said:
             telemetry.event("silent", loops=list(silent), limit_s=silent_s_max)
         said = silent
         await asyncio.sleep(every_s)
+
+
+def _touched(path: Path) -> str:
+    """Touch the file; returns why that failed, "" if it did not."""
+    try:
+        path.touch()
+    except OSError as error:
+        return str(error)
+    return ""

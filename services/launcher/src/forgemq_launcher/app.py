@@ -164,7 +164,10 @@ class RunningRun:
         return PanelView(
             engine_status=engines.status(),
             is_engine_up=engines.is_up,
-            services=tuple(map(_shown_service, self._processes.service_statuses())),
+            services=tuple(
+                _shown_service(each, is_silent=each.name in self._processes.silent_services)
+                for each in self._processes.service_statuses()
+            ),
             footer=f"{console_url}   Ctrl-C stops",
             events=self._screen.events,
             is_judging=self._setup.samples > 0,
@@ -246,6 +249,8 @@ class RunningRun:
         return exit_status.OK if all(each.pass_at_k for each in found) else exit_status.FAILED
 
 
-def _shown_service(status: ServiceStatus) -> ShownService:
+def _shown_service(status: ServiceStatus, *, is_silent: bool) -> ShownService:
     restarts = f"({status.restarts})" if status.restarts else ""
-    return ShownService(name=status.name, is_up=status.pid is not None, detail=restarts)
+    detail = f"{restarts} silent" if is_silent else restarts
+    is_up = status.pid is not None and not is_silent
+    return ShownService(name=status.name, is_up=is_up, detail=detail)

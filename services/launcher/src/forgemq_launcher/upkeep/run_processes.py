@@ -29,6 +29,7 @@ from forgemq_launcher.upkeep.machine import check_memory, engine_port, listening
 from forgemq_launcher.upkeep.named_engines import NamedEngines, check_lanes_unnamed, named_urls
 from forgemq_launcher.upkeep.scrape_targets import failed_target, scrape_targets, write_targets
 from forgemq_launcher.upkeep.services import Addresses, has_tls, inference_spec, service_specs
+from forgemq_launcher.upkeep.silence import SilenceWatch
 from forgemq_launcher.upkeep.supervisor import Note, ServiceSpec, ServiceStatus, Supervisor
 
 CONSOLE_PORT_PREFERRED = 8080
@@ -54,6 +55,7 @@ class RunProcesses:
         self._broker = RunBroker(setup.folder / "kafka", environ=setup.environ, note=note)
         self._engines: Engines | NamedEngines | None = None
         self._supervisor = Supervisor(policy=self._policy, grace_s=settings.stop_grace_s, note=note)
+        self._silence = SilenceWatch(self._supervisor.alive_paths, note=note)
         self._addresses: Addresses | None = None
         self._specs: tuple[ServiceSpec, ...] = ()
         self._listeners: list[socket.socket] = []
@@ -87,6 +89,11 @@ class RunProcesses:
     def service_statuses(self) -> tuple[ServiceStatus, ...]:
         """Every service in the order of its start."""
         return self._supervisor.statuses()
+
+    @property
+    def silent_services(self) -> frozenset[str]:
+        """Names of those that are up and do not work."""
+        return self._silence.silent
 
     def start_engines(self) -> None:
         """Start an engine for each lane, or note those that a setting names; returns at once.
@@ -276,6 +283,7 @@ class RunProcesses:
                 if spec.name == "agents":
                     service.add_done_callback(lambda _: self.agents_ended.set())
             group.create_task(self._broker.keep(policy=self._policy, note=self._note))
+            group.create_task(self._silence.run())
             first = {spec.lane: spec for spec in self._specs if spec.lane is not None}
             self.lanes.begin(group, first, may_end=may_end)
 

@@ -177,6 +177,8 @@ def _spec(
     """
     module, *arguments = _command(service, ranks=ranks)
     name = service if number < 0 else f"{service}-{number}"
+    # Agents stand on no shell, which touches it.
+    alive_path = None if service == "agents" else folder / "logs" / f"{name}.alive"
     return ServiceSpec(
         name=name,
         module=module,
@@ -187,12 +189,14 @@ def _spec(
             **service_environ(shared, service),
             "FORGEMQ_SERVICE_INSTANCE": name,
             "FORGEMQ_TELEMETRY_NUMBER": str(max(0, number)),
+            **({"FORGEMQ_SERVICE_ALIVE_FILE": str(alive_path)} if alive_path else {}),
             **own,
         },
         log_path=folder / "logs" / f"{name}.log",
         stop_stage=stop_stage,
         inherited_fds=fds,
         lane=number if service == "inference" else None,
+        alive_path=alive_path,
     )
 
 

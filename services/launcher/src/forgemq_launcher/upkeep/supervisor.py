@@ -35,6 +35,7 @@ class ServiceSpec(Struct, frozen=True, kw_only=True):
 
     `stop_stage`: lower stages are stopped first. `inherited_fds`: open files that each start of it
     gets under the same numbers. `lane`: that it serves. `python`: "" for that of the launcher.
+    `alive_path`: the file that it touches while it works; None if it touches none.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ServiceSpec(Struct, frozen=True, kw_only=True):
     inherited_fds: tuple[int, ...] = ()
     lane: int | None = None
     python: str = ""
+    alive_path: Path | None = None
 
 
 class ServiceStatus(Struct, frozen=True, kw_only=True):
@@ -84,6 +86,14 @@ class Supervisor:
             for name, service in self._services.items()
         )
 
+    def alive_paths(self) -> dict[str, tuple[int, Path]]:
+        """Process and file of each service that is up and touches one, by name."""
+        return {
+            name: (pid, path)
+            for name, service in self._services.items()
+            if (pid := _pid(service)) is not None and (path := service.spec.alive_path) is not None
+        }
+
     async def keep(self, spec: ServiceSpec, *, may_end: Callable[[], bool]) -> None:
         """Start a service and restart it whenever it dies; return when it is done or stopped.
 
@@ -96,6 +106,8 @@ class Supervisor:
         """
         service = self._services[spec.name] = _Service(spec)
         while not self._is_over(service):
+            if spec.alive_path is not None:
+                spec.alive_path.unlink(missing_ok=True)  # Of a life before, so it is old.
             service.process = await _start_process(spec)
             status = await service.process.wait()
             _kill_left_behind(service.process)
