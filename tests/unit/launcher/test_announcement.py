@@ -10,6 +10,7 @@ from forgemq_bus.errors import BlobError
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.lora import Lora
 from forgemq_contracts.messages import Output
+from forgemq_contracts.read_tasks import ReadTasks
 from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun
 from forgemq_contracts.topics import ENDED_RUNS, SCHEDULED_STEPS, STARTED_RUNS
 from forgemq_launcher.core.configuration import ConfigurationError
@@ -66,6 +67,17 @@ async def test_the_first_start_changes_nothing_and_the_next_one_says_what_it_cha
     other = await next_start(log, with_lr(0.5), blobs="/b", now_ms=2)
     assert other.changes == (f"optimizer.lr: {WAS.optimizer.lr!r} -> 0.5",)
     assert other.configuration.optimizer.lr == 0.5
+
+
+async def test_a_start_that_reads_no_files_keeps_what_the_start_before_found_in_them():
+    log = await log_of(steps_played=3)
+    known = (ReadTasks(domain="d", field="task_file", count=3, checksum="c"),)
+    first = await next_start(log, WAS, blobs="/b", now_ms=2)
+    assert first.tasks == ()
+    first = msgspec.structs.replace(first, tasks=known)
+    output = Output(topic=STARTED_RUNS.name, partition=0, record=first)
+    await (await log.writer()).write_all([emit_of(output)])
+    assert (await next_start(log, WAS, blobs="/b", now_ms=3)).tasks == known
 
 
 @pytest.mark.parametrize("steps", [4, 6, 100])
