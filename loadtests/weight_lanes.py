@@ -40,7 +40,8 @@ class Lane:
     def __init__(self, number: int, engine: Engine, folder: Path) -> None:
         self.number = number
         self.engine = engine
-        telemetry = Telemetry(service="inference", stream=io.StringIO())
+        self.events = io.StringIO()
+        telemetry = Telemetry(service="inference", stream=self.events)
         self.relayed = RelayedWeights(
             folder / f"relay-{number}",
             run=_RUN,
@@ -74,7 +75,7 @@ class Lane:
         assert load is not None
         loading = await self._loader.load(load)
         if loading is None or loading.path != "fast":
-            raise RuntimeError(f"lane {self.number} missed the fast path")
+            raise RuntimeError(f"lane {self.number} missed the fast path: {self.events.getvalue()}")
         return loading
 
     async def join(self, rendezvous: Rendezvous, *, deadline_s: float) -> None:
@@ -224,5 +225,6 @@ async def _arrival(lane: Lane, version: int) -> float:
     receiver = lane.relayed.receiver
     key = WeightsKey(1, version)
     if await asyncio.to_thread(receiver.wait, key, timeout_s=TIMEOUT_S) is None:
-        raise RuntimeError(f"version {version} did not reach lane {lane.number}")
+        events = lane.events.getvalue()
+        raise RuntimeError(f"version {version} did not reach lane {lane.number}: {events}")
     return time.monotonic()

@@ -5,9 +5,9 @@ from measurement import Measurement
 from weight_lanes import Update
 from weight_update import pause_rows
 
-MEASURED = {1: (0.16, 1.8, 1.1), 2: (0.65, 1.3, 1.6), 3: (0.70, 1.8, 1.7)}
+MEASURED = {1: (0.35, 1.2, 1.1), 2: (0.60, 1.3, 1.6), 3: (0.64, 1.6, 1.6)}
 """By engines: pauses by relay, by broadcast and through one group; loadtests/README.md has them."""
-TRANSFER_S = {1: 2.1, 2: 4.4, 3: 7.3}
+TRANSFER_S = {1: 2.2, 2: 3.5, 3: 5.8}
 
 
 def update(pause_s: float, *, transfer_s: float) -> Update:
