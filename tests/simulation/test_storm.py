@@ -20,7 +20,7 @@ SEEDS = 120
 SEEDS_A_TEST = 30
 """So that the workers of a parallel run share a case."""
 
-LONG = ("merger", "scheduler_dead_letters")
+LONG = ("merger", "reward", "reward_repeats", "scheduler_dead_letters")
 """Cases of seconds of CPU time."""
 
 # The fast suite runs a few of the seeds of most cases; the full one all of all.

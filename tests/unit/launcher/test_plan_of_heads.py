@@ -70,7 +70,10 @@ def test_a_draft_head_is_planned_as_new_head_writes_it_and_the_trainer_holds_it(
     assert beside.host.disk_bytes - alone.host.disk_bytes == 5 * stored + checkpoints
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (4, 1), (4, 2), (4, 4)])
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), slow(4, 1), (4, 2), slow(4, 4)])
 def test_a_draft_head_adds_its_flops_sums_and_state_to_a_planned_step(ranks: int, replicas: int):
     folder = ROOT / "deploy/recipes/qwen3-4b"
     plans = []

@@ -138,6 +138,7 @@ def test_segments_are_maximal_and_heavier_subtrees_come_first(group):
         assert sizes == sorted(sizes, reverse=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(groups())
 def test_a_subtree_is_the_interval_from_its_token_to_its_end(group):

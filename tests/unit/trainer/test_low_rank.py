@@ -170,7 +170,9 @@ def test_frozen_weights_cost_no_gradient_in_the_formula() -> None:
     assert low.head == pytest.approx(full.head * 6 / 8)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, id="fp32"), slow(torch.bfloat16, id="bf16")]
+)
 @pytest.mark.parametrize(
     ("targets", "share", "sizes"),
     [

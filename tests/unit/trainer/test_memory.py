@@ -193,7 +193,9 @@ LATENT: dict[str, object] = {
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, id="fp32"), slow(torch.bfloat16, id="bf16")]
+)
 @pytest.mark.parametrize(
     ("kind", "way", "share", "sizes"),
     [
