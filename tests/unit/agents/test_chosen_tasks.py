@@ -97,7 +97,7 @@ async def test_agents_that_start_again_choose_from_all_results_and_keep_what_was
     async def until_the_sixth(episode) -> None:
         await solves_even_tasks_half_of_the_time(episode)
         if len(gateway.results) >= 6:
-            raise asyncio.CancelledError
+            await asyncio.Event().wait()
 
     with suppress(TimeoutError):
         async with asyncio.timeout(2):

@@ -62,19 +62,28 @@ def run_agents(environ: Mapping[str, str]) -> int:
     except (SettingsError, UserCodeError, OSError, msgspec.MsgspecError) as error:
         telemetry.event("refused", error=str(error))
         return EXIT_REFUSED
+    try:
+        return played(play_run(configuration, settings, domains, environ, telemetry), telemetry)
+    finally:
+        telemetry.close()
+
+
+def played(playing: Coroutine[None, None, None], telemetry: Telemetry) -> int:
+    """Play to the end or a signal; returns the exit status, and an event tells of a failure."""
     status = EXIT_OK
     try:
-        asyncio.run(
-            _run_until_signal(play_run(configuration, settings, domains, environ, telemetry))
-        )
+        asyncio.run(_run_until_signal(playing))
     except* GatewayError as errors:
         telemetry.event("failed", error=str(causes(errors)[0]))
         status = EXIT_FAILED
     except* UserCodeError as errors:
         telemetry.event("refused", error=str(causes(errors)[0]))
         status = EXIT_REFUSED
-    finally:
-        telemetry.close()
+    except* SystemExit as errors:
+        # Out of a task that the user's code started. Its status would be taken for one of ours.
+        left = causes(errors)[0]
+        telemetry.event("failed", error=f"code of the run ended this process: {left!r}")
+        status = EXIT_FAILED
     return status
 
 

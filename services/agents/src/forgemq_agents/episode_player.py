@@ -112,13 +112,22 @@ async def _play_to_end(episode: Episode, play: Play) -> FinishRequest | AbortReq
                 episode.truncate("declared")
             return _finish_of(episode, detail=_detail(error))
         return _finish_of(episode)
-    except EpisodeOverError:
+    except (EpisodeOverError, GeneratorExit):
         raise
-    except Exception as error:  # noqa: BLE001 - user code: whatever it raises masks its episode
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+            raise
+        # User code: whatever it raises masks its episode.
         return AbortRequest(detail=_detail(error), truncated_by=episode.truncated_by)
 
 
-def _detail(error: Exception) -> str:
+def _is_cancelled() -> bool:
+    """Whether this task was asked to stop: user code can also raise `CancelledError` by itself."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _detail(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:DETAIL_CHARACTERS_MAX]
 
 
