@@ -58,6 +58,27 @@ def test_a_file_that_the_agents_cannot_read_is_refused_with_file_line_and_rule(
         read(run_of(tmp_path / "t.jsonl"))
 
 
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "t.jsonl")
+    with pytest.raises(ConfigurationError, match=r"desk\.task_file: .*t\.jsonl is no file and no"):
+        read(run_of(tmp_path / "t.jsonl"))
+
+
+def test_the_python_that_plays_the_agents_reads_their_files(tmp_path):
+    """It may lack what another one has to read them, as pyarrow."""
+    write(tmp_path / "t.jsonl", TASKS)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no pyarrow here >&2; exit 1\n")
+    python.chmod(0o755)
+    with pytest.raises(ConfigurationError, match=r"read its files of tasks: no pyarrow here$"):
+        found_tasks(
+            run_of(tmp_path / "t.jsonl"),
+            source="run.toml",
+            environ=os.environ,
+            agents_python=str(python),
+        )
+
+
 def test_a_conversation_that_is_none_is_refused_with_its_line(tmp_path):
     (tmp_path / "t.jsonl").write_text('{"messages": []}\n')
     made = run_of(tmp_path / "t.jsonl", agent="", supervised={"fraction": 1.0})

@@ -70,9 +70,17 @@ def _check_apart(training: Sequence[Any], held_out: Sequence[Any], *, field: str
         )
 
 
+def _place(path: str) -> Path:
+    place = Path(path)
+    if place.exists() and not (place.is_file() or place.is_dir()):
+        # Opening a pipe waits for one that writes, without end.
+        raise TaskFileError(f"{path} is no file and no folder, but a pipe or a device")
+    return place
+
+
 def _conversations(path: str, *, field: str) -> list[Any]:
     try:
-        conversations = read_conversations(Path(path))
+        conversations = read_conversations(_place(path))
     except TaskFileError as error:
         raise TaskFileError(f"{field}: {error}") from error
     if not conversations:
@@ -82,7 +90,7 @@ def _conversations(path: str, *, field: str) -> list[Any]:
 
 def _tasks(path: str, split: str, *, usual_split: str, field: str) -> list[Any]:
     try:
-        tasks = read_tasks(Path(path), split=split, usual_split=usual_split)
+        tasks = read_tasks(_place(path), split=split, usual_split=usual_split)
     except TaskFileError as error:
         raise TaskFileError(f"{field}: {error}") from error
     if not tasks:

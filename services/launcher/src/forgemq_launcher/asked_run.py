@@ -55,11 +55,15 @@ def asked_run(
         made = changed(folder.configuration(), options.overrides, folder=Path.cwd())
         source, known = f"run {folder.run}", folder.tasks()
         check_paths(made, source=source, agents_python=agents_python)
-        found = found_tasks(made, source=source, environ=environ, known=known)
+        found = found_tasks(
+            made, source=source, environ=environ, known=known, agents_python=agents_python
+        )
         return AskedRun(folder, made, found.tasks, tuple(task_changes(known, found)))
     made = resolved(options, taken=names_taken(runs))
     check_paths(made, source=str(options.file), agents_python=agents_python)
-    found = found_tasks(made, source=str(options.file), environ=environ)
+    found = found_tasks(
+        made, source=str(options.file), environ=environ, agents_python=agents_python
+    )
     if not names_budget(document(options.file.read_text(), overrides=options.overrides)):
         made = with_budget(made, environ, device=device_of(made, environ))
     folder, made = new_folder(made, runs=runs, is_named=names_run(options.overrides))

@@ -28,6 +28,7 @@ def found_tasks(
     environ: Mapping[str, str],
     known: Sequence[ReadTasks] = (),
     is_elsewhere: bool = False,
+    agents_python: str = "",
 ) -> FoundTasks:
     """The tasks in the files of the queues that the run's agents play.
 
@@ -38,6 +39,7 @@ def found_tasks(
         known: Tasks of an earlier start, to be compared.
         is_elsewhere: The run is for other machines: files that are not on this one, or that it
             has no agents to read with, are left out.
+        agents_python: Plays the agents, and so reads the files; "" for the Python of this process.
 
     Raises:
         ConfigurationError: naming the field, the file, the line or row and the rule.
@@ -52,7 +54,7 @@ def found_tasks(
     question = AskedTasks(configuration=made, domains=domains, known=tuple(known))
     # A process of its own, as services never import one another; its memory is free afterwards.
     ended = subprocess.run(
-        [sys.executable, "-m", f"{_READER}.check_tasks"],
+        [agents_python or sys.executable, "-m", f"{_READER}.check_tasks"],
         input=msgspec.json.encode(question),
         capture_output=True,
         env=dict(environ),

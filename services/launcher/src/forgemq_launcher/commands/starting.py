@@ -106,7 +106,7 @@ def _eval(
     run = name if is_named else next_run(f"{name}-eval", taken=names_taken(runs))
     made = configured(values, source=source, run=run)
     check_paths(made, source=source, trains=False, agents_python=settings.agents_python)
-    found_tasks(made, source=source, environ=environ)
+    found_tasks(made, source=source, environ=environ, agents_python=settings.agents_python)
     folder, made = new_folder(made, runs=runs, is_named=is_named, is_evaluation=True)
     with folder.locked():
         say(console, f"evaluation {folder.run} in {folder.path}, domain as in {source}")
