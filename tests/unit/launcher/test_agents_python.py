@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
+from forgemq_launcher import agents_python
 from forgemq_launcher.core.configuration import ConfigurationError
 from forgemq_launcher.user_code import check_user_code
 
@@ -74,6 +75,28 @@ def test_a_python_that_is_not_there_or_has_no_agents_service_is_refused_with_the
     assert refusal(run_of("json:loads"), bare) == (
         f"FORGEMQ_LAUNCHER_AGENTS_PYTHON: {bare} has no agents service (ModuleNotFoundError: "
         "No module named 'forgemq_agents'): install forgemq-agents there"
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("exit 0", "is no Python: it runs no program"),
+        ('echo "$@"', "is no Python: it runs no program"),
+        ("kill -SEGV $$", "cannot play agents: it ended with status -11"),
+        ("echo it is Python 3.10 >&2; exit 1", "cannot play agents: it is Python 3.10"),
+        ("exec sleep 60", "gives no answer within 1 s"),
+    ],
+)
+def test_a_program_that_is_no_python_for_agents_is_refused_with_what_it_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, words: str
+) -> None:
+    monkeypatch.setattr(agents_python, "ANSWERS_S_MAX", 1.0)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{program}\n")
+    python.chmod(0o755)
+    assert refusal(run_of("json:loads"), python) == (
+        f"FORGEMQ_LAUNCHER_AGENTS_PYTHON: {python} {words}"
     )
 
 

@@ -16,9 +16,15 @@ SETTING = "FORGEMQ_LAUNCHER_AGENTS_PYTHON"
 AGENTS_FIELDS = ("task_source", "agent")
 """Fields of a queue whose functions the agents import."""
 
-# Its answer comes after what packages print as they are imported.
+# Its answer comes after what packages print as they are imported. The folder that it is started in
+# is left out here and not with -P, which a Python that is too old refuses without a reason.
 _PROGRAM = """
-import json, sys
+import sys
+if sys.version_info < (3, 11):
+    sys.exit("it is Python %d.%d, and agents need 3.11 or newer" % sys.version_info[:2])
+if not sys.path[0]:
+    del sys.path[0]
+import json
 from importlib.util import find_spec
 import forgemq_agents.app
 specs = {name: find_spec(name) for name in sys.argv[1:]}
@@ -29,7 +35,7 @@ print(json.dumps({
     for name, spec in specs.items() if spec is not None
 }))
 """
-_ANSWERS_S_MAX = 60.0
+ANSWERS_S_MAX = 60.0
 
 
 class _Found(Struct, frozen=True):
@@ -64,19 +70,31 @@ def _packages(made: RunConfiguration) -> Iterable[str]:
 def _asked(python: str, packages: set[str]) -> dict[str, _Found]:
     try:
         answer = subprocess.run(
-            [python, "-P", "-c", _PROGRAM, *sorted(packages - {"", "__main__"})],
+            [python, "-c", _PROGRAM, *sorted(packages - {"", "__main__"})],
             capture_output=True,
-            timeout=_ANSWERS_S_MAX,
+            timeout=ANSWERS_S_MAX,
             check=True,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         raise ConfigurationError(f"{SETTING}: {python} does not run: {error}") from error
-    except subprocess.CalledProcessError as error:
-        said = error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    except subprocess.TimeoutExpired as error:
         raise ConfigurationError(
-            f"{SETTING}: {python} has no agents service ({said}): install forgemq-agents there"
+            f"{SETTING}: {python} gives no answer within {ANSWERS_S_MAX:.0f} s"
         ) from error
-    return msgspec.json.decode(answer.stdout.splitlines()[-1], type=dict[str, _Found])
+    except subprocess.CalledProcessError as error:
+        raise ConfigurationError(f"{SETTING}: {python} {_fault(error)}") from error
+    try:
+        return msgspec.json.decode(answer.stdout.splitlines()[-1], type=dict[str, _Found])
+    except (IndexError, msgspec.DecodeError) as error:
+        raise ConfigurationError(f"{SETTING}: {python} is no Python: it runs no program") from error
+
+
+def _fault(error: subprocess.CalledProcessError) -> str:
+    """What the program that failed tells about its Python."""
+    said = error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    if said.startswith("ModuleNotFoundError: "):
+        return f"has no agents service ({said}): install forgemq-agents there"
+    return f"cannot play agents: {said or f'it ended with status {error.returncode}'}"
 
 
 def _spec(package: str, found: _Found) -> ModuleSpec:
