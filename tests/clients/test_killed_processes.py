@@ -15,8 +15,9 @@ from tests.clients.systems import System, on_kafka
 from tests.clients.test_coding_agents import CLAUDE_CODE, CODEX
 from tests.clients.test_libraries import CLIENTS
 from tests.clients.test_scaffolds import AIDER, CLINE, MINI_SWE_AGENT, OPENCODE, QWEN_CODE
+from tests.clients.test_verifiers import VERIFIERS
 
-ALL = (*CLIENTS, CLAUDE_CODE, CODEX, MINI_SWE_AGENT, OPENCODE, QWEN_CODE, CLINE, AIDER)
+ALL = (*CLIENTS, CLAUDE_CODE, CODEX, MINI_SWE_AGENT, OPENCODE, QWEN_CODE, CLINE, AIDER, VERIFIERS)
 
 pytestmark = [
     pytest.mark.clients,

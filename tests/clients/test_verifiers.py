@@ -183,6 +183,18 @@ async def test_the_policy_answers_for_limits_and_nobody_for_what_fails(
     assert last.removeprefix("forgemq_agents.errors.").startswith(words), printed.decode()
 
 
+def printed(program: str, modules: Path = HERE / "environments") -> str:
+    """What a program prints in the Python that has verifiers."""
+    done = subprocess.run(
+        [folder_of("verifiers") / "venv/bin/python", "-c", program],
+        env={**os.environ, **environ_of(modules)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
 ROTATION = """
 import asyncio
 from forgemq_agents.taskset_agent import load
@@ -202,11 +214,90 @@ asyncio.run(main())
 
 
 def test_servers_are_replaced_after_64_episodes_and_end_with_the_last_of_them() -> None:
-    done = subprocess.run(
-        [folder_of("verifiers") / "venv/bin/python", "-c", ROTATION],
-        env={**os.environ, **environ_of(HERE / "environments")},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "[64, 64, 2] [True, True, False]\n"
+    assert printed(ROTATION) == "[64, 64, 2] [True, True, False]\n"
+
+
+STARTS = """
+import asyncio
+from forgemq_agents.taskset_agent import load
+
+async def hang():
+    await asyncio.sleep(1000)
+
+async def leave():
+    raise SystemExit("no port")
+
+async def lose():
+    raise asyncio.CancelledError
+
+async def main():
+    agent = load("written_file")
+    for start in (hang, leave, lose):
+        agent._environment.start = start
+        try:
+            async with asyncio.timeout(5), agent._served():
+                print("served")
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}")
+    await asyncio.sleep(1)
+    print([each.get_coro().__name__ for each in asyncio.all_tasks()])
+
+asyncio.run(main())
+"""
+
+
+def test_servers_that_do_not_start_hold_up_no_later_episode_and_leave_nothing() -> None:
+    assert printed(STARTS).splitlines() == [
+        "TimeoutError: ",
+        "AgentFailedError: its servers do not start: SystemExit: no port",
+        "AgentFailedError: its servers do not start: CancelledError",
+        "['main']",
+    ]
+
+
+ROWS = """
+import verifiers.v1 as vf
+from pydantic import Field
+from forgemq_agents.environment_errors import UnplayableError
+from forgemq_agents.taskset_agent import _row
+
+class Data(vf.TaskData):
+    hint: str | None = "usual"
+
+class Hidden(vf.TaskData):
+    answer: str = Field("", exclude=True)
+
+class Number(vf.TaskData):
+    size: float = 0.0
+
+class Task(vf.Task[Data]): ...
+class HiddenTask(vf.Task[Hidden]): ...
+class NumberTask(vf.Task[Number]): ...
+class Other(Task): ...
+
+for task, declared in (
+    (Task(Data(hint=None)), Task),
+    (Other(Data()), Task),
+    (vf.Task(Data()), vf.Task),
+    (HiddenTask(Hidden(answer="x")), HiddenTask),
+    (NumberTask(Number(size=float("nan"))), NumberTask),
+    (Task(Data(hint="x" * 17_000_000)), Task),
+):
+    try:
+        print(declared.data_type().model_validate(_row(task, declared, number=7)) == task.data)
+    except UnplayableError as error:
+        print(error)
+"""
+
+
+def test_a_task_that_no_episode_could_make_again_is_refused_with_the_reason() -> None:
+    again = "task 7, counted from 0: it is of the class {}, and each episode makes it again of {}, "
+    declared = "which the taskset declares"
+    assert printed(ROWS).splitlines() == [
+        "True",
+        again.format("Other", "Task") + declared,
+        again.format("Data", "TaskData") + declared,
+        "task 7, counted from 0: no episode has what is excluded from its data: answer",
+        "task 7, counted from 0: JSON changes the value of size",
+        "task 7, counted from 0: its data has 17000373 bytes, a task has at most 16711680",
+    ]

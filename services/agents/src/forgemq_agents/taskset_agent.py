@@ -15,12 +15,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from forgemq_agents.environment_errors import UnplayableError, chain
 from forgemq_agents.episode import Episode
 from forgemq_agents.errors import AgentFailedError, ContextFullError
 from forgemq_agents.task_file import TaskFile, repeated
+from forgemq_agents.task_size import size_fault
 from forgemq_contracts.fields import REWARD_SIZE_MAX, TruncationCause
 from forgemq_contracts.run import Evaluation
 
@@ -123,11 +125,7 @@ class TasksetAgent:
             raise UnplayableError(
                 "its taskset is endless: bound it, as by environment.taskset.take(1000)"
             )
-        try:
-            rows = [task.data.model_dump(mode="json", exclude_none=True) for task in taskset]
-        except Exception as error:
-            # A taskset is loaded by the user's code.
-            raise UnplayableError(f"no tasks: {chain(error)}") from error
+        rows = self._rows()
         count = len(rows) - evaluation.tasks
         if count < 1:
             raise UnplayableError(
@@ -142,6 +140,23 @@ class TasksetAgent:
                 f"the first is task {count + both[0]}, counted from 0"
             )
         return TaskFile(training, held_out, evaluation=evaluation, is_pool=is_pool)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """Its tasks as JSON has them.
+
+        Raises:
+            UnplayableError: there are none, or an episode could not play one of them.
+        """
+        rows = list[dict[str, Any]]()
+        try:
+            for task in self._environment.taskset:
+                rows.append(_row(task, self._task_type, number=len(rows)))
+        except UnplayableError:
+            raise
+        except (Exception, SystemExit) as error:
+            # A taskset is loaded by the user's code.
+            raise UnplayableError(f"no tasks: {chain(error)}") from error
+        return rows
 
     async def __call__(self, episode: Episode) -> None:
         """Play an episode: its task is the data of a task of the taskset.
@@ -194,12 +209,10 @@ class TasksetAgent:
         # It outlives the episode that needs it first, and ends with the loop at the latest.
         serving.task = asyncio.create_task(_serve(serving, is_up))  # noqa: TID251
         try:
-            await asyncio.shield(is_up)
-        except Exception as error:
-            # Whatever the servers of a user's tools raise.
-            raise AgentFailedError(f"its servers do not start: {chain(error)}") from error
+            await is_up
         except asyncio.CancelledError:
-            serving.is_over.set()
+            # They may hang while they start, and would then not see that it is over.
+            serving.task.cancel()
             raise
         return serving
 
@@ -208,13 +221,63 @@ async def _serve(serving: _Serving, is_up: asyncio.Future[None]) -> None:
     """Keep the servers running, in one task: verifiers must stop them where it started them."""
     try:
         async with serving.environment.serving():
-            is_up.set_result(None)
+            if not is_up.done():
+                is_up.set_result(None)
             await serving.is_over.wait()
-    except Exception as error:
+    except BaseException as error:
         # Of the end, only the log of this process tells: all episodes are over by then.
         if is_up.done():
             raise
-        is_up.set_exception(error)
+        # Whatever the servers of a user's tools raise: one that waits for them must hear of it.
+        is_up.set_exception(AgentFailedError(f"its servers do not start: {chain(error)}"))
+
+
+def _row(task: Any, declared: Any, *, number: int) -> dict[str, Any]:  # noqa: ANN401 - as above
+    """The data of a task as JSON has it, from which each episode makes the task again.
+
+    Raises:
+        UnplayableError: that task would be another one, or none.
+    """
+    try:
+        # Also what is None: its field may have another default.
+        row: dict[str, Any] = task.data.model_dump(mode="json")
+        written = msgspec.json.encode(row)
+        read = msgspec.json.decode(written)
+        fault = size_fault(written)
+        why = _other_kind(task, declared) or (fault and f"its data {fault}")
+        why = why or _changed(row, read, by="JSON")
+        if not why:
+            made = type(task.data).model_validate(read).model_dump(mode="json")
+            why = _changed(row, made, by=f"{type(task.data).__name__}.model_validate")
+    except Exception as error:
+        # The kinds of tasks are the user's code.
+        raise _unplayable(number, chain(error)) from error
+    if why:
+        raise _unplayable(number, why)
+    return row
+
+
+def _unplayable(number: int, why: str) -> UnplayableError:
+    return UnplayableError(f"task {number}, counted from 0: {why}")
+
+
+def _other_kind(task: Any, declared: Any) -> str:  # noqa: ANN401 - as above
+    """Why a task of what the taskset declares is not this task; "" if it is."""
+    for found, kind in ((task, declared), (task.data, declared.data_type())):
+        if type(found) is not kind:
+            return (
+                f"it is of the class {type(found).__name__}, and each episode makes it again of "
+                f"{kind.__name__}, which the taskset declares"
+            )
+    fields = type(task.data).model_fields.items()
+    excluded = ", ".join(name for name, each in fields if each.exclude)
+    return f"no episode has what is excluded from its data: {excluded}" if excluded else ""
+
+
+def _changed(row: dict[str, Any], again: dict[str, Any], *, by: str) -> str:
+    """Which fields of a row are others after it was made again; "" if none is."""
+    names = ", ".join(name for name, value in row.items() if again.get(name) != value)
+    return f"{by} changes the value of {names}" if names else ""
 
 
 def _own_fields(row: dict[str, Any]) -> dict[str, Any]:
