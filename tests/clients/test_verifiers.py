@@ -150,6 +150,7 @@ def test_an_environment_that_cannot_be_played_is_refused_with_the_reason(
     ("changed", "words"),
     [
         ({}, "{'outcome': 2.0}"),
+        ({"reward": "return {}"}, "AgentFailedError: no reward: neither its task nor its env"),
         ({"agent": '"max_turns": 1'}, "{'outcome': 2.0, 'truncated': 'too_many_turns'}"),
         (
             {"reward": 'raise KeyError("word")'},

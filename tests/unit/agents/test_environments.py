@@ -17,6 +17,7 @@ from forgemq_agents.environments import Load, loader_of
         ("0.4.0", taskset_agent.load),
         ("0.12.1", taskset_agent.load),
         ("1.0", taskset_agent.load),
+        ("0.5rc1", taskset_agent.load),
         (version("verifiers"), environment_agent.load),
     ],
 )

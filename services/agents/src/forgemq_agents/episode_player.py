@@ -115,9 +115,9 @@ async def _play_to_end(episode: Episode, play: Play) -> FinishRequest | AbortReq
     except (EpisodeOverError, GeneratorExit):
         raise
     except BaseException as error:
+        # User code: whatever it raises masks its episode.
         if isinstance(error, asyncio.CancelledError) and _is_cancelled():
             raise
-        # User code: whatever it raises masks its episode.
         return AbortRequest(detail=_detail(error), truncated_by=episode.truncated_by)
 
 

@@ -105,7 +105,13 @@ class _Serving:
 
 
 class TasksetAgent:
-    """An agent that plays an environment; make it with `load`."""
+    """An agent that plays an environment; make it with `load`.
+
+    Attributes:
+        is_scored: An episode that its environment gives no reward is masked.
+    """
+
+    is_scored = True
 
     def __init__(self, environment: Any, *, seat: str) -> None:  # noqa: ANN401 - as above
         self._environment = environment
@@ -175,7 +181,7 @@ class TasksetAgent:
             raise AgentFailedError(f"the environment failed: {_error(played.last_error)}")
         trace = self._own_trace(played)
         episode.tool_s += trace.timing.agent.harness.duration
-        await _report(episode, trace)
+        await _report(episode, trace, is_scored=self.is_scored)
 
     def _own_trace(self, played: Any) -> Any:  # noqa: ANN401 - as above
         traces = [trace for trace in played.traces if trace.agent.name == self._seat]
@@ -228,7 +234,7 @@ async def _serve(serving: _Serving, is_up: asyncio.Future[None]) -> None:
         # Of the end, only the log of this process tells: all episodes are over by then.
         if is_up.done():
             raise
-        # Whatever the servers of a user's tools raise: one that waits for them must hear of it.
+        # Whatever the servers of a user's tools raise: an episode waits for it.
         is_up.set_exception(AgentFailedError(f"its servers do not start: {chain(error)}"))
 
 
@@ -292,7 +298,7 @@ def _context(episode: Episode) -> Any:  # noqa: ANN401 - as above
     return v1.ModelContext(model="policy", client=v1.EvalClientConfig(base_url=episode.session_url))
 
 
-async def _report(episode: Episode, trace: Any) -> None:  # noqa: ANN401 - a Trace of verifiers
+async def _report(episode: Episode, trace: Any, *, is_scored: bool) -> None:  # noqa: ANN401 - a Trace
     """Leave reward, metrics and the limit that ended the rollout with the episode."""
     if not trace.ok:
         raise _failure(trace.last_error)
@@ -305,6 +311,9 @@ async def _report(episode: Episode, trace: Any) -> None:  # noqa: ANN401 - a Tra
     unscored = [name for name, reward in trace.rewards.items() if reward is None]
     if unscored:
         raise AgentFailedError(f"no value of the reward {', '.join(unscored)}")
+    if is_scored and not trace.rewards:
+        # verifiers takes it for a 0, and the policy would pay for it.
+        raise AgentFailedError("no reward: neither its task nor its environment gave one")
     if not abs(trace.reward) <= REWARD_SIZE_MAX:
         raise AgentFailedError(f"the reward must be within 1e12 of 0, got {trace.reward}")
     await episode.report_reward("outcome", trace.reward)

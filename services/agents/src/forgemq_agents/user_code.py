@@ -115,7 +115,7 @@ def _environment(name: str, queue: Queue, evaluation: Evaluation) -> tuple[Play,
     if find_spec("verifiers") is None:
         raise UserCodeError(f"{field} needs {EXTRA}")
     try:
-        agent = load_environment(name)
+        agent = load_environment(name, is_scored=not queue.outcome)
         return agent, agent.tasks(evaluation, is_pool=queue.curriculum is not None)
     except UnplayableError as error:
         raise UserCodeError(f"{field}: {error}") from error
