@@ -145,6 +145,8 @@ def _function(name: str, *, field: str) -> Callable[..., Any]:
         found = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserCodeError(f"{field}: cannot load {name!r}: {error}") from error
+    except SystemExit as error:
+        raise UserCodeError(f"{field}: {name!r} ends its process as it is imported") from error
     if not callable(found):
         raise UserCodeError(f"{field}: {name!r} is not a function")
     return found  # type: ignore[no-any-return]  # any callable of the user; a wrong call raises
