@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from tests.unit.launcher.test_commands import DEMO, tool
 
 tool = tool
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
 TASKS = [{"goal": f"g{number}", "id": number} for number in range(3)]
 
 
@@ -144,6 +146,7 @@ def test_a_machine_without_agents_leaves_out_files_of_a_run_for_other_machines(
     assert elsewhere == FoundTasks()
 
 
+@pytest.mark.slow
 def test_tasks_that_are_written_in_another_way_are_the_same(tmp_path):
     file = tmp_path / "t.jsonl"
     write(file, TASKS)
@@ -165,8 +168,9 @@ def test_a_resume_takes_tasks_that_were_added_and_says_how_many_there_are(tmp_pa
 @pytest.mark.parametrize(
     ("tasks", "difference"),
     [
-        (TASKS[:1], "there are 1 now"),
-        (TASKS[1::-1], "as many are there now, but they are not the same in the same order"),
+        # Each starts Python twice; the fast suite keeps one.
+        slow(TASKS[:1], "there are 1 now"),
+        slow(TASKS[1::-1], "as many are there now, but they are not the same in the same order"),
         (TASKS[::-1], "the first 2 of the 3 that are there now are not the same"),
     ],
 )
@@ -185,6 +189,7 @@ def test_a_resume_with_other_tasks_in_the_same_file_is_refused_with_the_differen
     )
 
 
+@pytest.mark.slow
 def test_of_held_out_tasks_those_that_are_played_are_compared(tmp_path):
     file, held_out = tmp_path / "t.jsonl", tmp_path / "h.jsonl"
     write(file, TASKS[:1])
