@@ -1,8 +1,9 @@
-"""Halves of surrogate pairs in a JSON body: what is left of an emoji that was cut in two.
+"""Halves of surrogate pairs in JSON: what is left of an emoji that was cut in two.
 
 Agents cut the output of tools at a number of UTF-16 units, and JavaScript and Python write such a
 half as an escape. No text has one, and a body with one is no JSON to a strict reader. The gateway
-reads each as U+FFFD, wherever it is; so do agents, in the result that a program leaves.
+reads each as U+FFFD, wherever it is; so do agents, in the result that a program leaves and in files
+of tasks and conversations.
 """
 
 import re

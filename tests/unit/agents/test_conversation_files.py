@@ -1,9 +1,11 @@
 """Rows of an export as conversations to import: equal to what was exported, or refused by place."""
 
+import json
+
 import msgspec
 import pytest
 
-from forgemq_agents.conversation_files import entries, entry_count
+from forgemq_agents.conversation_files import entries, entry_count, read_conversations
 from forgemq_agents.conversation_import import FileRefusedError, check_file
 from forgemq_agents.core.conversations import ConversationError, conversation_of
 from forgemq_contracts.arrays import pack_floats
@@ -119,3 +121,10 @@ def test_turns_of_a_line_must_follow_their_parents_and_share_no_more_than_these_
     ):
         with pytest.raises(ConversationError, match=fault):
             conversation_of(msgspec.json.encode({**said, "turns": turns}))
+
+
+def test_half_an_emoji_in_a_line_is_the_replacement_character(tmp_path):
+    turns = [{"role": "user", "content": "a\ud83d"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    [conversation] = read_conversations(tmp_path / "a.jsonl")
+    assert conversation["messages"][0]["content"] == "a\ufffd"

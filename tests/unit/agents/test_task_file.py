@@ -89,6 +89,11 @@ def test_a_byte_order_mark_ahead_of_the_lines_is_skipped(tmp_path):
     assert read_tasks(tmp_path / "a.jsonl") == [{"a": 1}, {"a": 2}]
 
 
+def test_half_an_emoji_is_the_replacement_character_and_a_whole_one_stays(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"cut": "a\\ud83d", "whole": "\\ud83d\\ude00"}\n')
+    assert read_tasks(tmp_path / "a.jsonl") == [{"cut": "a\ufffd", "whole": "\U0001f600"}]
+
+
 def test_values_of_a_row_that_json_lacks_come_in_the_form_that_json_has_for_them(tmp_path):
     row = {
         "day": pyarrow.array([datetime.date(2026, 5, 4)]),

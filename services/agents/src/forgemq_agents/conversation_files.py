@@ -12,6 +12,7 @@ from msgspec import Struct
 from forgemq_agents.byte_order_mark import skip_mark
 from forgemq_agents.core.conversations import LINE_BYTES_MAX, ConversationError, conversation_of
 from forgemq_agents.errors import TaskFileError
+from forgemq_contracts.half_pairs import without_halves
 
 if TYPE_CHECKING:
     from forgemq_episode_files.rows import EpisodeRow
@@ -109,7 +110,8 @@ def _lines(path: Path) -> Iterator[FileEntry]:
         skip_mark(file)
         for number, line in enumerate(iter(partial(_line, file), b""), start=1):
             if line.strip():
-                yield FileEntry(place=f"{path}:{number}", line=line.rstrip(b"\r\n"))
+                whole = without_halves(line.rstrip(b"\r\n"))
+                yield FileEntry(place=f"{path}:{number}", line=whole)
 
 
 def _line(file: BinaryIO) -> bytes:

@@ -13,6 +13,7 @@ from forgemq_agents.core.task_order import order_of_pass
 from forgemq_agents.errors import TaskFileError
 from forgemq_agents.task_folder import FORMATS, FORMATS_NAMED, files_of
 from forgemq_agents.task_size import size_fault
+from forgemq_contracts.half_pairs import without_halves
 from forgemq_contracts.run import Evaluation
 
 _PASSES_KEPT = 2
@@ -113,7 +114,7 @@ def _lines(path: Path) -> Iterator[Any]:
             if not line.strip():
                 continue
             try:
-                task = decoder.decode(line)
+                task = decoder.decode(without_halves(line))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise TaskFileError(f"{path}, line {number}: {error}") from error
             _check_size(task, place=f"{path}, line {number}")
