@@ -29,6 +29,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(START_DEADLINE_S + 2 * WORK_
 
 STEPS = (0, 1, 2)
 PARTS = tuple(f"optimizer/part-0000{rank}.safetensors" for rank in range(2))
+BFLOAT16_DISTANCE_MAX = 2e-2
+"""A fifth of the way that two steps go. Signs of small gradients flip by rounding, which Adam turns
+into whole updates: 0.007 to 0.011 was measured."""
 PEER = Path(__file__).parents[2] / "integration/fast_path_peer.py"
 
 
@@ -92,7 +95,7 @@ def test_weights_and_optimizer_state_of_two_ranks_are_those_of_one(
     if dtype == "float32":
         assert _distance(two, one, step=1) <= 1e-4
     else:
-        assert _distance(two, one, step=1) <= 1e-2
+        assert _distance(two, one, step=1) <= BFLOAT16_DISTANCE_MAX
         # A checkpoint has one tensor for each expert, the model one parameter for a layer's.
         for name in (name for name in weights if ".experts." not in name):
             assert torch.equal(weights[name], state[f"{name}|master"].bfloat16()), name
@@ -176,7 +179,8 @@ def test_the_number_of_ranks_may_change_between_two_lives(
         assert ours.logprob_gap.mean == pytest.approx(theirs.logprob_gap.mean, rel=5e-2)
         rel = 1e-4 if dtype == "float32" else 5e-2
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=rel)
-    assert _distance(changing, alone, step=2) <= (1e-5 if dtype == "float32" else 1e-2)
+    distance_max = 1e-5 if dtype == "float32" else BFLOAT16_DISTANCE_MAX
+    assert _distance(changing, alone, step=2) <= distance_max
 
 
 def _train_fewer(ranks: AnyRanks, life: Life) -> float:
