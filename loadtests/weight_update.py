@@ -50,7 +50,7 @@ _ROUNDS = 3
 
 _MEMORY = Path("/dev/shm")
 _FILES_BYTES = 4 << 30
-"""Two versions of 222 MB at the trainer, up to three in each of three lanes, and as much again."""
+"""Twice eight copies of 222 MB, two of the trainer's and two in each lane, and some room."""
 
 
 async def measure_engines(measurement: Measurement, cases: Sequence[int], folder: Path) -> None:
@@ -169,7 +169,8 @@ async def _generating(engines: Sequence[Engine]) -> AsyncIterator[None]:
 def _files_on() -> Path | None:
     """Where files go: memory, or the machine's temporary folder if there is no room.
 
-    On a disk that other work writes to, a lane can stand still for longer than its neighbours wait.
+    With the files on a disk to which other work wrote, a lane was seen to receive nothing for
+    longer than its neighbours wait.
     """
     has_room = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= _FILES_BYTES
     return _MEMORY if has_room else None
