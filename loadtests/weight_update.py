@@ -169,8 +169,7 @@ async def _generating(engines: Sequence[Engine]) -> AsyncIterator[None]:
 def _files_on() -> Path | None:
     """Where files go: memory, or the machine's temporary folder if there is no room.
 
-    With the files on a disk to which other work wrote, a lane was seen to receive nothing for
-    longer than its neighbours wait.
+    On a disk to which other work writes, pauses and transfers measure that work too.
     """
     has_room = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= _FILES_BYTES
     return _MEMORY if has_room else None
