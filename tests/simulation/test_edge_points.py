@@ -15,8 +15,8 @@ FAST = ("grader_killed", "grader_unanswered")
 LONG = tuple(case for case in FAULTS if case.startswith(("gateway", "takeover")))
 """Cases of minutes of CPU time."""
 
-SAMPLED_EVERY = 5
-"""Of their points `make test` tries each fifth; a prime, since the calls of a turn repeat."""
+SAMPLED_EVERY = 11
+"""Of their points `make test` tries each eleventh; a prime, since the calls of a turn repeat."""
 
 WRITES = {"commit", "written", "committed", "open_writer", "opened_writer", "positions", "reader"}
 
