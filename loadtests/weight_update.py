@@ -19,7 +19,7 @@ writes for a version by the other two ways, by the kernel's count: a copy for ea
 for each level of the binomial tree of Gloo's one group. `shared_form_s` is how long the group takes
 to form, while the engines generate.
 
-    make load NAME=weight_update JSON=weight_update.json      # 15 minutes on two cores
+    make load NAME=weight_update JSON=weight_update.json      # 2 minutes on two cores
     make load NAME=weight_update CASE=engines_3
 """
 

@@ -1,7 +1,9 @@
 """Service processes are kept up, given up and stopped; with real processes."""
 
 import asyncio
+import contextlib
 import os
+import pty
 import signal
 import sys
 import venv
@@ -250,13 +252,43 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+async def test_a_service_leads_a_group_in_the_session_of_its_launcher(tmp_path):
+    """In a session of its own engines would starve it; without a group, Ctrl-C would hit it."""
+    tells = "import os; print(os.getsid(0), os.getpgid(0) == os.getpid()); raise SystemExit(2)"
+    told = spec(tmp_path, tells)
+    with pytest.raises(ProcessFailedError, match="status 2"):
+        await supervisor([]).keep(told, may_end=lambda: False)
+    assert _text(told.log_path) == f"{os.getsid(0)} True\n"
+
+
+def test_a_service_of_a_launcher_in_a_terminal_has_none(tmp_path):
+    """What asks for a password at /dev/tty gets an error; in the background it would be stopped."""
+    inner = spec(tmp_path, "open('/dev/tty')")
+    launcher = f"""
+import os, subprocess, sys
+os.close(os.open("/dev/tty", os.O_RDWR))
+command = [sys.executable, "-P", {child.__file__!r}, str(os.getpid()), {inner.module!r}]
+sys.exit(subprocess.run(command, stdin=subprocess.DEVNULL, process_group=0, timeout=20).returncode)
+"""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, [sys.executable, "-c", launcher], dict(inner.environ))
+    printed = b""
+    with contextlib.suppress(OSError):  # Linux's end of a terminal nobody writes to.
+        while read := os.read(terminal, 1024):
+            printed += read
+    os.close(terminal)
+    assert b"No such device or address: '/dev/tty'" in printed
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+
 async def test_a_service_ends_when_its_launcher_is_killed(tmp_path):
     log = tmp_path / "log"
     inner = spec(tmp_path, SLEEPS)
     launcher = f"""
 import os, subprocess, sys, time
 command = [sys.executable, "-m", {child.__name__!r}, str(os.getpid()), {inner.module!r}]
-child = subprocess.Popen(command, stdout=open({str(log)!r}, "w"), start_new_session=True)
+child = subprocess.Popen(command, stdout=open({str(log)!r}, "w"), process_group=0)
 print(child.pid, flush=True)
 time.sleep(60)
 """

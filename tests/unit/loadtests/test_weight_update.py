@@ -5,9 +5,9 @@ from measurement import Measurement
 from weight_lanes import Update
 from weight_update import pause_rows
 
-MEASURED = {1: (0.35, 1.2, 1.1), 2: (0.60, 1.3, 1.6), 3: (0.64, 1.6, 1.6)}
+MEASURED = {1: (0.19, 0.59, 0.47), 2: (0.19, 0.71, 0.52), 3: (0.20, 0.73, 0.50)}
 """By engines: pauses by relay, by broadcast and through one group; loadtests/README.md has them."""
-TRANSFER_S = {1: 2.2, 2: 3.5, 3: 5.8}
+TRANSFER_S = {1: 1.4, 2: 0.95, 3: 1.2}
 
 
 def update(pause_s: float, *, transfer_s: float) -> Update:

@@ -1,6 +1,7 @@
 """The command line and environment of an engine, and what a server refuses before it starts."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from forgemq_sglang_cpu.options import (
 )
 from forgemq_sglang_cpu.plugin import FP8_BLOCKS_VARIABLE
 from forgemq_sglang_cpu.server import EngineServer, EngineServerError, with_reading
+
+MODEL = Path(__file__).parents[3] / "deploy" / "demo" / "model"
 
 
 def line(options: EngineOptions) -> str:
@@ -150,6 +153,17 @@ def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
             EngineServer(str(tmp_path), tmp_path, port=port).start()
 
 
+def test_an_engine_leads_a_group_in_the_session_of_its_starter(tmp_path: Path) -> None:
+    """Linux shares the CPU by session first: engines with one each starve all else."""
+    engine = EngineServer(str(MODEL), tmp_path, port=free_port())
+    engine.start()
+    try:
+        assert engine.pid is not None
+        assert (os.getsid(engine.pid), os.getpgid(engine.pid)) == (os.getsid(0), engine.pid)
+    finally:
+        engine.stop()
+
+
 @pytest.mark.slow
 def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     """A child that leads its process group watches a parent, which is killed."""
@@ -161,7 +175,7 @@ def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None
     )
     parent = (
         "import subprocess, sys, time; "
-        f"subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True); "
+        f"subprocess.Popen([sys.executable, '-c', {child!r}], process_group=0); "
         "time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", parent])

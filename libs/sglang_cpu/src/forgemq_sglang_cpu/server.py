@@ -144,7 +144,9 @@ class EngineServer:
                     weight_bytes=_weight_bytes(Path(self._model_path)),
                     has_fp8_blocks=is_fp8,
                 ),
-                start_new_session=True,
+                # Not a session: Linux shares the CPU by session first (autogroup), and beside
+                # engines with one each all else waits for seconds for a core.
+                process_group=0,
             )
 
     def is_running(self) -> bool:

@@ -197,8 +197,9 @@ class LocalBroker:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                # Ctrl-C in the terminal goes to the owner, who stops its services first.
-                start_new_session=True,
+                # Ctrl-C in the terminal goes to the owner, who stops its services first. It is not
+                # a session, which would have a CPU share of its own (autogroup), beside engines.
+                process_group=0,
             )
 
     def _wait_until_up(self, port: int) -> None:

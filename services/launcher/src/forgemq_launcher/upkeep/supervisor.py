@@ -192,7 +192,9 @@ async def _start_process(spec: ServiceSpec) -> asyncio.subprocess.Process:
             stderr=asyncio.subprocess.STDOUT,
             env=spec.environ,
             pass_fds=spec.inherited_fds,
-            start_new_session=True,
+            # Ctrl-C in the terminal goes to the launcher. A session of its own would have a CPU
+            # share of its own too (autogroup), and wait for seconds beside engines on a CPU.
+            process_group=0,
         )
 
 
