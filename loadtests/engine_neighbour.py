@@ -107,7 +107,7 @@ async def until_up(engine: Engine) -> None:
 
 
 async def keep_generating(engine: Engine) -> None:
-    """One request after the other, for ever."""
+    """One request after the other, until it is cancelled."""
     sampling = {"temperature": 1.0, "max_new_tokens": 3000, "ignore_eos": True}
     while True:
         body = {"input_ids": [5, 6, 7], "sampling_params": sampling}

@@ -311,6 +311,23 @@ async def test_a_cancelled_run_leaves_no_process():
     assert programs_left() == []
 
 
+async def test_a_program_leads_a_group_in_the_session_of_who_asked_without_its_terminal():
+    """In a session of its own it would wait for seconds beside engines on a CPU."""
+    looked = await run("import os; print(os.path.exists('/dev/tty'))")
+    assert looked.stdout == b"False\n"
+    sandbox = Sandbox(LIMITS)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(
+            sandbox.run(PYTHON, files={MAIN: "import time\ntime.sleep(1000)"})
+        )
+        await until(lambda: bool(programs_left()))
+        program = programs_left()[0]
+        assert os.getsid(program) == os.getsid(0)
+        assert os.getpgid(program) != os.getpgid(0)
+        running.cancel()
+    assert programs_left() == []
+
+
 @pytest.mark.slow
 async def test_a_program_ends_with_the_process_that_asked_for_it():
     code = """

@@ -202,7 +202,9 @@ class Sandbox:
                 pass_fds=pipes.passed(),
                 env={},
                 cwd="/",
-                start_new_session=True,
+                # Not a session: beside engines on a CPU Linux would let it wait for seconds
+                # (autogroup). The jail's /dev has no terminal.
+                process_group=0,
             )
             outputs = await _talk(process, pipes, limits, stdin=stdin)
             said = pipes.report()

@@ -89,7 +89,7 @@ class Shell:
                 pass_fds=passed,
                 env={},
                 cwd="/",
-                start_new_session=True,
+                process_group=0,  # As in `Sandbox`.
             )
         return self
 

@@ -198,7 +198,7 @@ class LocalBroker:
                 stdout=log,
                 stderr=log,
                 # Ctrl-C in the terminal goes to the owner, who stops its services first. It is not
-                # a session, which would have a CPU share of its own (autogroup), beside engines.
+                # a session, which Linux would let wait beside engines on a CPU (autogroup).
                 process_group=0,
             )
 

@@ -192,8 +192,8 @@ async def _start_process(spec: ServiceSpec) -> asyncio.subprocess.Process:
             stderr=asyncio.subprocess.STDOUT,
             env=spec.environ,
             pass_fds=spec.inherited_fds,
-            # Ctrl-C in the terminal goes to the launcher. A session of its own would have a CPU
-            # share of its own too (autogroup), and wait for seconds beside engines on a CPU.
+            # Ctrl-C in the terminal goes to the launcher. It is not a session, which Linux would
+            # let wait for seconds beside engines on a CPU (autogroup).
             process_group=0,
         )
 
