@@ -7,7 +7,7 @@ them, and each in a session of its own. Linux shares the CPU by session first if
 of one core, both the median of three processes; `_over_sessions` compares with the engines in
 sessions of their own, in the same run.
 
-    make load NAME=engine_neighbour      # 3 minutes on two cores
+    make load NAME=engine_neighbour      # 2 minutes on two cores
 """
 
 import asyncio
