@@ -53,15 +53,10 @@ def test_a_trainer_killed_while_it_relays_a_version_leaves_it_to_its_next_life(
     (broken,) = fleet.events("inference-0", "relay_broken")
     assert broken["weights"] == "1.2"
     for lane in range(2):
+        loaded = ways(fleet.loaded(lane))
         # The next life's first version has the bytes that the lane serves already.
-        assert ways(fleet.loaded(lane))[:6] == [
-            (1, 0, "start"),
-            (1, 1, "fast"),
-            (2, 1, "start"),
-            (2, 2, "fast"),
-            (2, 3, "fast"),
-            (2, 4, "fast"),
-        ]
+        assert loaded[:3] == [(1, 0, "start"), (1, 1, "fast"), (2, 1, "start")]
+        assert_newer_and_fast(loaded[3:])
 
 
 def test_weights_whose_trainer_dies_before_their_copy_are_lost_and_no_lane_waits_for_them(
@@ -72,14 +67,22 @@ def test_weights_whose_trainer_dies_before_their_copy_are_lost_and_no_lane_waits
     assert fleet.publications() == of_two_lives(1, again=1)
     assert fleet.published_early()[0] == (1, 2)
     for lane in range(2):
-        assert ways(fleet.loaded(lane))[:6] == [
+        loaded = ways(fleet.loaded(lane))
+        assert loaded[:4] == [
             (1, 0, "start"),
             (1, 1, "fast"),
             (1, 1, "durable"),
             (2, 1, "start"),
-            (2, 2, "fast"),
-            (2, 3, "fast"),
         ]
+        assert_newer_and_fast(loaded[4:])
+
+
+def assert_newer_and_fast(loaded: list[tuple[int, int, str]]) -> None:
+    """The second life's versions; one is left out if the next is there before a lane begins."""
+    versions = [version for _, version, _ in loaded]
+    assert versions == sorted(set(versions))
+    assert versions[-1] >= STEPS - 1
+    assert {(lineage, path) for lineage, _, path in loaded} == {(2, "fast")}
 
 
 def test_lanes_that_serve_weights_of_a_trainer_that_died_before_its_checkpoint_go_back_with_it(
