@@ -3,6 +3,7 @@
 Only once: the process that is started in its place finds the mark of the kill.
 """
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable
@@ -40,10 +41,16 @@ def arm(point: str, *, mark: str) -> None:
 
 
 def _while_it_relays(die: Callable[[], None]) -> None:
-    """After the first part that left."""
+    """After the first part that left, and before the version's record, which is written beside."""
+    from forgemq_trainer.publisher import Publisher
     from forgemq_weight_relay import sending
 
-    looks = sending._Sending._left_s
+    looks, write = sending._Sending._left_s, Publisher._write
+
+    async def writing(self: Any, published: Any, **keywords: Any) -> None:
+        if (published.lineage, published.version) == (1, KILLED_VERSION):
+            await asyncio.Event().wait()
+        await write(self, published, **keywords)
 
     def looking(self: Any) -> float:
         if self._greeting.version == KILLED_VERSION and self.sent_bytes >= PART_BYTES:
@@ -52,6 +59,7 @@ def _while_it_relays(die: Callable[[], None]) -> None:
 
     sending.SENT_AT_ONCE = PART_BYTES
     sending._Sending._left_s = looking  # type: ignore[method-assign]
+    Publisher._write = writing  # type: ignore[method-assign]
 
 
 def _after_it_has_published(die: Callable[[], None], *, is_durable: bool) -> None:
