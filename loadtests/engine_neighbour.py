@@ -12,6 +12,7 @@ sessions of their own, in the same run.
 
 import asyncio
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -119,8 +120,8 @@ async def measure(model: Path, folder: Path, *, own_sessions: bool) -> Neighbour
     async with generating(model, folder, own_sessions=own_sessions):
         seen = [await neighbour() for _ in range(_REPEATS)]
     return Neighbour(
-        longest_wait_s=sorted(each.longest_wait_s for each in seen)[_REPEATS // 2],
-        share=sorted(each.share for each in seen)[_REPEATS // 2],
+        longest_wait_s=statistics.median(each.longest_wait_s for each in seen),
+        share=statistics.median(each.share for each in seen),
     )
 
 
