@@ -105,12 +105,12 @@ class FleetRun:
         layout, where = self.configuration, self._blobs
         return list(records_in(self.bootstrap, topic, run=self.run_id, blobs=where, layout=layout))
 
-    def events(self, service: str, name: str) -> list[dict[str, Any]]:
-        """Every event of this name in a service's log, over all its lives."""
+    def events(self, service: str, *names: str) -> list[dict[str, Any]]:
+        """Every event of these names in a service's log, in order over all its lives."""
         log = self.run.runs / self.run_id / "logs" / f"{service}.log"
         lines = log.read_text(errors="replace").splitlines()
-        events = [json.loads(line) for line in lines if line.startswith("{") and name in line]
-        return [event for event in events if event.get("event") == name]
+        events = [json.loads(line) for line in lines if line.startswith("{")]
+        return [event for event in events if event.get("event") in names]
 
     @property
     def configuration(self) -> RunConfiguration:

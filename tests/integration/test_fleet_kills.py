@@ -12,7 +12,13 @@ import pytest
 
 from tests.engine_fixture import ENGINE_MODEL, engine_options, reset_engine, started_engine
 from tests.integration.fleet_run import FleetRun
-from tests.integration.killed_fleet import STEPS, of_two_lives, play_with_a_kill, ways
+from tests.integration.killed_fleet import (
+    KILLED_VERSION,
+    STEPS,
+    of_two_lives,
+    play_with_a_kill,
+    ways,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1500)]
 
@@ -50,10 +56,10 @@ def test_a_trainer_killed_while_it_relays_a_version_leaves_it_to_its_next_life(
     """Nothing of the version is on the log yet: no lane loads the part that it has of it."""
     fleet = play("trainer", "while the trainer relays", way="relay")
     assert fleet.publications() == of_two_lives(1, again=1)
-    (broken,) = fleet.events("inference-0", "relay_broken")
-    assert broken["weights"] == "1.2"
+    broken = [each["weights"] for each in fleet.events("inference-0", "relay_broken")]
+    assert broken.count("1.2") == 1
     for lane in range(2):
-        loaded = ways(fleet.loaded(lane))
+        loaded = ways(fleet, lane)
         # The next life's first version has the bytes that the lane serves already.
         assert loaded[:3] == [(1, 0, "start"), (1, 1, "fast"), (2, 1, "start")]
         assert_newer_and_fast(loaded[3:])
@@ -67,7 +73,7 @@ def test_weights_whose_trainer_dies_before_their_copy_are_lost_and_no_lane_waits
     assert fleet.publications() == of_two_lives(1, again=1)
     assert fleet.published_early()[0] == (1, 2)
     for lane in range(2):
-        loaded = ways(fleet.loaded(lane))
+        loaded = ways(fleet, lane)
         assert loaded[:4] == [
             (1, 0, "start"),
             (1, 1, "fast"),
@@ -92,16 +98,15 @@ def test_lanes_that_serve_weights_of_a_trainer_that_died_before_its_checkpoint_g
     fleet = play("trainer", "before the checkpoint", way="relay")
     assert fleet.publications() == of_two_lives(2, again=1)
     assert fleet.published_early()[0] == (1, 2)
-    versions = [(1, 1), (1, 2), *((2, version) for version in range(1, STEPS + 1))]
     for lane in range(2):
-        start, *served = ways(fleet.loaded(lane))
-        assert start == (1, 0, "start")
-        assert (1, 2, "fast") in served
-        assert served[-1][:2] > (2, 1)
-        # In this order, but a lane skips a version if the next one is there before it begins.
-        in_order = iter(versions)
-        assert all((lineage, version) in in_order for lineage, version, _ in served)
-        assert {path for *_, path in served} == {"fast"}
+        loaded = ways(fleet, lane)
+        assert loaded[:4] == [
+            (1, 0, "start"),
+            (1, 1, "fast"),
+            (1, 2, "fast"),
+            (2, 1, "fast"),
+        ]
+        assert_newer_and_fast(loaded[4:])
 
 
 @pytest.mark.parametrize("at", ["while it receives", "between publication and load"])
@@ -111,24 +116,31 @@ def test_a_lane_killed_before_it_loads_a_version_has_it_from_the_durable_copy(pl
     assert fleet.publications() == [(1, version) for version in range(STEPS + 1)]
     killed, other = fleet.loaded(0), fleet.loaded(1)
     first, second = sorted({each.epoch for each in killed})
-    before = [each for each in killed if each.epoch == first]
-    # The next version may arrive while the lane still loads the first one.
-    assert ways(before) in ([(1, 0, "start")], [(1, 0, "start"), (1, 1, "fast")])
-    # Its successor loads the newest version before it serves: from the durable copy, in a pause.
-    start, *after = [each for each in killed if each.epoch == second]
-    assert start.path == "start"
-    assert start.version >= 2
+    # The successor loads the newest version before it serves: from the durable copy, in a pause.
+    start = next(each for each in killed if each.epoch == second)
+    assert (start.path, start.version >= KILLED_VERSION) == ("start", True)
     assert start.paused_s > 0
-    assert {each.path for each in after} == {"fast"}
-    for lane in (killed, other):
-        versions = [each.version for each in lane]
+    assert max(each.version for each in killed if each.epoch == first) == KILLED_VERSION - 1
+    served = ways(fleet, 0)
+    assert served[:2] == [(1, 0, "start"), (1, 1, "fast")]
+    assert served[2][:2] == (1, start.version)
+    assert {path for *_, path in served[3:]} == {"fast"}
+    for lane in range(2):
+        versions = [version for _, version, _ in ways(fleet, lane)]
         assert versions == sorted(set(versions))
         assert versions[-1] >= STEPS - 1
-    assert (1, 2, "fast") in ways(other) or at == "between publication and load"
+    # Of the bytes that the killed process was passing on, the other lane may have none or all.
+    met = {each.path for each in other if each.version == KILLED_VERSION}
+    assert "fast" in met or (at == "between publication and load" and "durable" in met)
     for name in ("load_failed", "wrong_tensor"):
         assert fleet.events("inference-0", name) == fleet.events("inference-1", name) == []
+    # Of a version that a lane was too slow to take, the path is above.
     left_out = [
-        (each["lane"], each["version"]) for each in fleet.events("trainer", "lane_left_out")
+        (each["lane"], each["version"])
+        for each in fleet.events("trainer", "lane_left_out")
+        if "timed out" not in each["reason"] and "no byte" not in each["reason"]
     ]
-    # A copy that is whole may not be acknowledged yet when its process dies.
-    assert left_out == [(0, 2)] or (left_out == [] and at == "between publication and load")
+    # The next version may come before the trainer knows that the process is gone.
+    assert set(left_out) <= {(0, KILLED_VERSION), (0, KILLED_VERSION + 1)}
+    # A copy that is whole may be acknowledged before its process dies.
+    assert (0, KILLED_VERSION) in left_out or at == "between publication and load"

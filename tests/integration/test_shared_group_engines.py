@@ -106,7 +106,8 @@ async def training(log: Log, model: Path) -> AsyncIterator[Trainer]:
     paths = EnginePaths(broadcasts=broadcasts_of(settings, device="cpu"))
     async with asyncio.TaskGroup() as tasks:
         publisher = Publisher(context, settings, life=life, paths=paths, tasks=tasks)
-        watching = tasks.create_task(watch_lanes(context, publisher, lineage=1))
+        watch = watch_lanes(context, publisher, lineage=1, known=asyncio.Event())
+        watching = tasks.create_task(watch)
         try:
             yield Trainer(publisher, events)
         finally:

@@ -29,9 +29,9 @@ def arm(point: str, *, mark: str) -> None:
         case "while the trainer relays":
             _while_it_relays(die)
         case "before the durable copy":
-            _after_it_has_published(die, is_durable=False)
+            _after_the_early_record(die)
         case "before the checkpoint":
-            _after_it_has_published(die, is_durable=True)
+            _once_all_lanes_serve(die)
         case "while it receives":
             _while_it_receives(die)
         case "between publication and load":
@@ -62,15 +62,33 @@ def _while_it_relays(die: Callable[[], None]) -> None:
     Publisher._write = writing  # type: ignore[method-assign]
 
 
-def _after_it_has_published(die: Callable[[], None], *, is_durable: bool) -> None:
-    """After the record: of the early one, before its broadcast begins."""
+def _after_the_early_record(die: Callable[[], None]) -> None:
+    """After the record that comes before the durable copy, and before the broadcast begins."""
     from forgemq_trainer.publisher import Publisher
 
     write = Publisher._write
 
     async def writing(self: Any, published: Any, **keywords: Any) -> None:
         await write(self, published, **keywords)
-        if (published.version, published.is_durable) == (KILLED_VERSION, is_durable):
+        if (published.version, published.is_durable) == (KILLED_VERSION, False):
+            die()
+
+    Publisher._write = writing  # type: ignore[method-assign]
+
+
+def _once_all_lanes_serve(die: Callable[[], None]) -> None:
+    """After the record of the durable copy, once every lane serves the version."""
+    import held_versions
+
+    from forgemq_trainer.publisher import Publisher
+
+    write = Publisher._write
+
+    async def writing(self: Any, published: Any, **keywords: Any) -> None:
+        await write(self, published, **keywords)
+        if (published.version, published.is_durable) == (KILLED_VERSION, True):
+            if published.lineage == 1:
+                await held_versions.until_all_serve_the_killed_version(self)
             die()
 
     Publisher._write = writing  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from safetensors.torch import load_file
 from stand_in_lane import heartbeat
 from transformers import AutoModelForCausalLM
 
-from forgemq_bus.log import Emit, Place
+from forgemq_bus.log import Emit, Place, Record
+from forgemq_bus.memory_reader import MemoryReader
 from forgemq_bus.partitions import dead_letters_of
 from forgemq_contracts import topics
 from forgemq_contracts.steps import ScheduledStep
@@ -80,6 +82,31 @@ async def test_the_first_version_is_offered_to_a_lane_heard_of_before_the_traine
     offers = [(each.version, each.relayed_to) for each in await bench.published()]
     lanes = (RelayedLane(lane=0, epoch=1),)
     assert offers == [(0, ()), (1, lanes)]
+
+
+async def test_a_restarted_trainer_relays_its_first_version_to_lanes_that_it_hears_of_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its model is loaded long before its log gives it the heartbeats from before its start."""
+    environ = {"FORGEMQ_TRAINER_FAST_PATH": "relay"}
+    bench = replace(await memory_bench(tmp_path), environ=environ)
+    await bench.write(topics.REPORTED_ENGINES, heartbeat(weights_address="127.0.0.1:1"))
+    trees = _trees(4)
+    await bench.put_trees(trees)
+    await bench.put_steps([scheduled_step(0, trees[:2])])
+    await bench.train(until=0)
+    read = MemoryReader.read
+
+    async def late(self: MemoryReader, **limits: Any) -> list[Record]:
+        if any(place.topic == topics.REPORTED_ENGINES.name for place in self._positions):
+            await asyncio.sleep(5)
+        return await read(self, **limits)
+
+    monkeypatch.setattr(MemoryReader, "read", late)
+    await bench.put_steps([scheduled_step(1, trees[2:])])
+    await bench.train(until=1, lineage=2)
+    restored = next(each for each in await bench.published() if each.lineage == 2)
+    assert (restored.version, restored.relayed_to) == (1, (RelayedLane(lane=0, epoch=1),))
 
 
 async def test_metrics_are_numbers_of_the_step_that_was_trained(tmp_path: Path) -> None:

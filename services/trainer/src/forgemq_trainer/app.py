@@ -121,9 +121,10 @@ async def _train(
             else EnginePaths(broadcasts=broadcasts, relay=relay_of(settings))
         )
         publisher = Publisher(context, settings, life=life, paths=paths, tasks=tasks)
-        # Before the model is loaded, which may take minutes: the first publication then knows which
-        # lanes live.
-        watching = [tasks.create_task(watch_lanes(context, publisher, lineage=life.lineage))]
+        # Before the model is loaded, which may take minutes: then nothing waits for it below.
+        known = asyncio.Event()
+        watch = watch_lanes(context, publisher, lineage=life.lineage, known=known)
+        watching = [tasks.create_task(watch)]
         try:
             training = await asyncio.to_thread(
                 Training, configuration, device=device, checkpoint=checkpoint, ranks=ranks
@@ -132,6 +133,8 @@ async def _train(
                 context, settings, store=store, publisher=publisher, life=life, tasks=tasks
             )
             watching.append(tasks.create_task(follow_completions(context, loop.fresh)))
+            # The first publication offers its version to the lanes that are known to live.
+            await known.wait()
             await loop.run(training, checkpoint, previous)
         finally:
             # They never end by themselves, and the group waits for all its tasks.

@@ -23,8 +23,16 @@ RECORDS_MAX = 256
 """Records of one read: several heartbeats of every lane of a large run, each under 1 KB."""
 
 
-async def watch_lanes(context: Context, publisher: Publisher, *, lineage: int) -> None:
+async def watch_lanes(
+    context: Context, publisher: Publisher, *, lineage: int, known: asyncio.Event
+) -> None:
     """Give the publisher every report of a lane, until cancelled.
+
+    Args:
+        context: Of the trainer.
+        publisher: Of this life.
+        lineage: Of this life.
+        known: Set once the publisher has each lane's last heartbeat from before this call.
 
     Raises:
         FencedTrainerError: a newer trainer has published. The broker also refuses this trainer's
@@ -33,7 +41,9 @@ async def watch_lanes(context: Context, publisher: Publisher, *, lineage: int) -
     lanes = range(lanes_limit(context.configuration.log))
     places = [Place(PUBLISHED_WEIGHTS.name, 0)]
     places += [Place(topic.name, n) for topic in (REPORTED_ENGINES, LOADED_WEIGHTS) for n in lanes]
-    reader = await context.log.reader(await _last_reports(context.log, places))
+    starts = await _last_reports(context.log, places)
+    ends = await context.log.end_positions(_reports(places))
+    reader = await context.log.reader(starts)
     dead_letters = DeadLetters(
         context.log,
         await context.log.writer(),
@@ -60,6 +70,8 @@ async def watch_lanes(context: Context, publisher: Publisher, *, lineage: int) -
                     raise FencedTrainerError(
                         f"a trainer of lineage {fact.lineage} has published; this one is {lineage}"
                     )
+            if all(reader.position(place) >= end for place, end in ends.items()):
+                known.set()
     finally:
         context.loop_watch.end("lanes")
         await reader.close()
@@ -72,7 +84,11 @@ async def _last_reports(log: Log, places: Sequence[Place]) -> dict[Place, int]:
     that live would be offered none of these versions. One that does not live lapses as always.
     """
     positions = await log.end_positions(places)
-    reports = [place for place in places if place.topic == REPORTED_ENGINES.name]
-    for place, first in (await log.first_positions(reports)).items():
+    for place, first in (await log.first_positions(_reports(places))).items():
         positions[place] = max(first, positions[place] - 1)
     return positions
+
+
+def _reports(places: Sequence[Place]) -> list[Place]:
+    """Those of heartbeats."""
+    return [place for place in places if place.topic == REPORTED_ENGINES.name]
