@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,19 @@ START_TIMEOUT_S = 600.0
 WEIGHT_GROUP_TIMEOUT_S = 4.0
 
 
-def engine_options() -> EngineOptions:
+ONE_OR_TWO_PROCESSES = [1, pytest.param(2, marks=pytest.mark.long)]
+"""What tests of an engine with parts of its own are played on."""
+
+
+def engine_options(**others: Any) -> EngineOptions:
     """A CPU engine that gives up on a process group after 4 s."""
-    return EngineOptions(weight_group_timeout_s=WEIGHT_GROUP_TIMEOUT_S)
+    return EngineOptions(weight_group_timeout_s=WEIGHT_GROUP_TIMEOUT_S, **others)
+
+
+def processes_of(url: str) -> int:
+    """Of an engine that is up; each is a rank of a group that new weights come over."""
+    with urllib.request.urlopen(f"{url}/server_info", timeout=60) as response:
+        return int(json.load(response)["tp_size"])
 
 
 @contextmanager

@@ -174,6 +174,7 @@ class LaneScene:
         *,
         epoch: int = 1,
         attempt: int = 0,
+        episode: int = 0,
         deadline_s: float = 60.0,
         headers: Headers = (),
         parent: int | None = None,
@@ -186,7 +187,7 @@ class LaneScene:
         request = RequestedCompletion(
             request_id=request_id(number),
             attempt=attempt,
-            episode_id=f"{GROUP}.0.0",
+            episode_id=f"{GROUP}.{episode}.0",
             group_id=GROUP,
             lane=self.lane,
             epoch=epoch,

@@ -17,7 +17,7 @@ from forgemq_contracts.draft_head import HEAD_FILE
 from forgemq_contracts.weights import RelayedLane
 from forgemq_inference.head_payloads import head_payloads
 from forgemq_launcher.commands.new_head import write_new_head
-from tests.engine_fixture import engine_post
+from tests.engine_fixture import engine_post, processes_of
 from tests.lane_scene import LaneScene
 from tests.relay_sender import relay
 
@@ -82,11 +82,15 @@ def fitted_head(model: Path, folder: Path, *, contexts: list[list[int]], tokens:
 
 def reset_head(url: str, head: Path) -> None:
     """Bring the draft of an engine that guesses back to a head's weights."""
-    post = engine_post(url)
+    post, processes = engine_post(url), processes_of(url)
     post("/begin_weight_update", {"selector": "draft"}, (200,))
     for payload in head_payloads(head):
         text = base64.b64encode(payload).decode()
-        body = {"serialized_named_tensors": [text], "selector": "draft", "flush_cache": False}
+        body = {
+            "serialized_named_tensors": [text] * processes,
+            "selector": "draft",
+            "flush_cache": False,
+        }
         post("/update_weights_from_tensor", body, (200,))
     post("/end_weight_update", {}, (200,))
 

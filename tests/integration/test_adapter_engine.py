@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -17,7 +18,7 @@ from forgemq_sglang_cpu.options import EngineOptions
 from forgemq_trainer.core.low_rank import add_adapters, factors_of, merge_factors
 from forgemq_trainer.loading import fill_adapters
 from forgemq_trainer.storage.adapters import write_adapter
-from tests.engine_fixture import started_engine
+from tests.engine_fixture import ONE_OR_TWO_PROCESSES, started_engine
 from tests.lane_scene import LaneScene, create_topics
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(900)]
@@ -26,11 +27,11 @@ CONTEXT = [10, 20, 30, 40, 50, 60]
 LORA = Lora(rank=8, alpha=16.0)
 
 
-@pytest.fixture(scope="module")
-def adapter_engine_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture(scope="module", params=ONE_OR_TWO_PROCESSES)
+def adapter_engine_url(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """An engine that serves adapters."""
     adapters = EngineAdapters(rank=LORA.rank, targets=LORA.targets)
-    options = EngineOptions(adapters=adapters)
+    options = EngineOptions(adapters=adapters, tensor_parallel=request.param)
     with started_engine(tmp_path_factory.mktemp("engine"), options) as url:
         yield url
 

@@ -3,13 +3,19 @@
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import pytest
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.speculation import Speculation
-from tests.engine_fixture import ENGINE_MODEL, engine_options, reset_engine, started_engine
+from tests.engine_fixture import (
+    ENGINE_MODEL,
+    ONE_OR_TWO_PROCESSES,
+    engine_options,
+    reset_engine,
+    started_engine,
+)
 from tests.integration.draft_heads import acceptance
 from tests.integration.test_cached_tokens import GROUPS, SIBLINGS, TURNS, play
 from tests.integration.test_reply_forms_engine import gateway_on
@@ -20,7 +26,7 @@ from tests.integration.test_speculation_engine import (
     outputs,
     spans,
 )
-from tests.integration.test_weights_engine import perturbed, publisher
+from tests.integration.test_weights_engine import perturbed, sending
 from tests.lane_scene import LaneScene, create_topics
 from tests.metered import counted, metered
 
@@ -32,9 +38,9 @@ ALL_HELD_MIN = 3.5
 """Tokens a pass, of 4 at most: an output ends in the middle of its last pass."""
 
 
-@pytest.fixture(scope="module")
-def speculating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    options = msgspec.structs.replace(engine_options(), draft_model=DRAFT.model)
+@pytest.fixture(scope="module", params=ONE_OR_TWO_PROCESSES)
+def speculating(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    options = engine_options(draft_model=DRAFT.model, tensor_parallel=request.param)
     with started_engine(tmp_path_factory.mktemp("engine"), options) as url:
         yield url
 
@@ -71,7 +77,7 @@ async def test_new_weights_reach_the_policy_and_leave_the_small_model(
     async with serving_scene(speculating) as scene:
         before = await greedy(scene, first=10)
         if way == "fast":
-            async with publisher(trained, "send") as trainer:
+            async with sending(trained, speculating) as trainer:
                 offers = await trainer.offer()
                 await scene.publish(trained, version=1, fast_paths=offers)
                 await trainer.send()

@@ -17,7 +17,7 @@ from forgemq_settings.ports import free_port
 from forgemq_sglang_cpu.options import EngineOptions
 from forgemq_sglang_cpu.pair import missing_on_cpu
 from forgemq_sglang_cpu.server import EngineServer
-from tests.engine_fixture import START_TIMEOUT_S, reset_engine
+from tests.engine_fixture import ONE_OR_TWO_PROCESSES, START_TIMEOUT_S, processes_of, reset_engine
 from tests.integration.test_weights_engine import logprobs, perturbed, publisher, spans
 from tests.lane_scene import LaneScene, create_topics
 
@@ -65,10 +65,14 @@ def started_pair(
             server.stop()
 
 
-@pytest.fixture(scope="module")
-def servers(engine_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PairServers]:
+@pytest.fixture(scope="module", params=ONE_OR_TWO_PROCESSES)
+def servers(
+    request: Any, engine_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PairServers]:
     folders = [tmp_path_factory.mktemp(role) for role in PairServers._fields]
-    with started_pair(EngineOptions(), folders=folders, model=engine_model) as pair:
+    with started_pair(
+        EngineOptions(tensor_parallel=request.param), folders=folders, model=engine_model
+    ) as pair:
         yield pair
 
 
@@ -131,7 +135,7 @@ async def test_a_pair_answers_as_one_engine_does(
     async with serving_pair(pair, engine_model) as scene:
         records = await three_turns(scene)
         report = await scene.report(is_serving=True)
-    assert report.ranks == 2
+    assert report.ranks == 2 * processes_of(pair.decode.url)
     for record, other in zip(records[:3], expected[:3], strict=True):
         assert (record.error, record.finish_reason) == ("", other.finish_reason)
         assert record.output == other.output
@@ -155,7 +159,7 @@ async def test_new_weights_in_the_middle_of_decoding_reach_both_engines(
     split have the new model's log-probabilities."""
     async with (
         serving_pair(pair, engine_model) as scene,
-        publisher(trained, "send", ranks=2) as trainer,
+        publisher(trained, "send", ranks=2 * processes_of(pair.decode.url)) as trainer,
     ):
         offers = await trainer.offer()
         for number in range(1, INTERRUPTED + 1):

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,7 +25,13 @@ from forgemq_trainer.core.memory import Microbatch
 from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import read_tree
 from forgemq_trainer.model import load_model
-from tests.engine_fixture import ENGINE_MODEL, engine_options, reset_engine, started_engine
+from tests.engine_fixture import (
+    ENGINE_MODEL,
+    ONE_OR_TWO_PROCESSES,
+    engine_options,
+    reset_engine,
+    started_engine,
+)
 from tests.lane_scene import GROUP, LaneScene, create_topics
 from tests.unit.merger.records import feed, scored
 from tests.unit.trainer.scene import save_base
@@ -72,10 +79,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mixture(tmp_path_factory.mktemp("mixture"))
 
 
-@pytest.fixture(scope="module")
-def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture(scope="module", params=ONE_OR_TWO_PROCESSES)
+def url(request: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """An engine for this file: the session's engine serves a dense model."""
-    with started_engine(tmp_path_factory.mktemp("engine"), engine_options(), model=model) as url:
+    options = engine_options(tensor_parallel=request.param, expert_parallel=request.param)
+    with started_engine(tmp_path_factory.mktemp("engine"), options, model=model) as url:
         yield url
 
 

@@ -112,6 +112,33 @@ def test_a_run_relays_its_weights_from_one_of_two_engines_to_the_other(
         assert f"lane {lane} serves version {steps - 1} (fast" in fleet.run.output()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("fast_path", ["gloo", "relay"])
+def test_a_run_has_an_engine_of_two_processes_beside_one_of_a_single_process(
+    kafka_bootstrap, new_run_id, tmp_path, fast_path
+):
+    """Each process attends for requests of its own; both engines get each version from memory."""
+    steps = 5
+    fleet = FleetRun.on(
+        kafka_bootstrap,
+        new_run_id(),
+        tmp_path,
+        steps=steps,
+        lanes=2,
+        environ={"FORGEMQ_TRAINER_FAST_PATH": fast_path},
+    )
+    fleet.play("lanes=[{tensor_parallel=2,attention_data_parallel=2},{}]")
+    for lane in range(2):
+        served = fleet.loaded(lane)
+        assert {each.path for each in served[1:]} == {"fast"}
+        for name in ("wrong_tensor", "load_failed", "fast_path_failed", "relay_failed"):
+            assert fleet.events(f"inference-{lane}", name) == []
+    reported = fleet.records(topics.REPORTED_ENGINES)
+    assert {(each.lane, each.ranks) for each in reported if each.is_serving} == {(0, 2), (1, 1)}
+    sampled = [each for each in fleet.records(topics.FINISHED_COMPLETIONS) if each.output]
+    assert {each.lane for each in sampled} == {0, 1}
+
+
 @pytest.mark.slow
 def test_a_run_with_its_blobs_in_an_object_store_serves_what_changed(
     kafka_bootstrap, base_engine_url, new_run_id, tmp_path, monkeypatch

@@ -17,7 +17,7 @@ from forgemq_settings.ports import free_port
 from forgemq_sglang_cpu.options import EngineOptions
 from forgemq_sglang_cpu.pool import EnginePool
 from forgemq_sglang_cpu.server import EngineServer
-from tests.engine_fixture import START_TIMEOUT_S, reset_engine
+from tests.engine_fixture import ONE_OR_TWO_PROCESSES, START_TIMEOUT_S, reset_engine
 from tests.integration.test_weights_engine import logprobs, perturbed
 from tests.lane_scene import LaneScene, create_topics
 
@@ -52,8 +52,10 @@ class Pooled(NamedTuple):
         return count
 
 
-@pytest.fixture(scope="module")
-def two_engines(engine_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pooled]:
+@pytest.fixture(scope="module", params=ONE_OR_TWO_PROCESSES)
+def two_engines(
+    request: Any, engine_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pooled]:
     folder = tmp_path_factory.mktemp("pool")
     pool = EnginePool(
         storage="file", folder=str(folder), page_tokens=PAGE_TOKENS, prefetch="wait_complete"
@@ -63,7 +65,7 @@ def two_engines(engine_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
             str(engine_model),
             tmp_path_factory.mktemp("engine"),
             port=free_port(),
-            options=EngineOptions(pool=pool),
+            options=EngineOptions(pool=pool, tensor_parallel=request.param),
         )
         for _ in range(2)
     ]

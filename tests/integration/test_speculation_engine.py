@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +23,7 @@ from forgemq_contracts.speculation import Speculation
 from forgemq_launcher.commands.new_head import write_new_head
 from tests.engine_fixture import (
     ENGINE_MODEL,
+    ONE_OR_TWO_PROCESSES,
     engine_options,
     reset_engine,
     started_engine,
@@ -42,7 +42,7 @@ from tests.integration.test_reply_forms_engine import (
     contexts_of,
     gateway_on,
 )
-from tests.integration.test_weights_engine import logprobs, perturbed, publisher, spans
+from tests.integration.test_weights_engine import logprobs, perturbed, sending, spans
 from tests.lane_scene import LaneScene, create_topics
 from tests.metered import counted, metered
 
@@ -92,9 +92,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return perturbed(ENGINE_MODEL, tmp_path_factory.mktemp("trained"), seed=1)
 
 
-@pytest.fixture(scope="module")
-def speculating(start_head: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    options = msgspec.structs.replace(engine_options(), head=str(start_head))
+@pytest.fixture(scope="module", params=ONE_OR_TWO_PROCESSES)
+def speculating(
+    request: Any, start_head: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    options = engine_options(head=str(start_head), tensor_parallel=request.param)
     with started_engine(tmp_path_factory.mktemp("engine"), options) as url:
         yield url
 
@@ -169,7 +171,7 @@ async def test_a_pushed_head_changes_how_many_tokens_hold_and_no_token(
     """On the fast path: a learned head, then the policy alone, then a random head."""
     async with (
         serving_scene(speculating, start_head) as scene,
-        publisher(f"{same_policy}|{learned_head}", "send") as trainer,  # type: ignore[arg-type]
+        sending(f"{same_policy}|{learned_head}", speculating) as trainer,
     ):
         before = await greedy(scene, first=10)
         pushes = [(same_policy, learned_head), (ENGINE_MODEL, None), (same_policy, other_head)]
@@ -269,7 +271,7 @@ async def test_weights_and_head_mid_generation_split_the_output_at_the_version(
 ) -> None:
     async with (
         serving_scene(speculating, start_head) as scene,
-        publisher(f"{trained}|{learned_head}", "send") as trainer,  # type: ignore[arg-type]
+        sending(f"{trained}|{learned_head}", speculating) as trainer,
     ):
         offers = await trainer.offer()
         for number, context in enumerate(CONTEXTS, start=1):

@@ -20,6 +20,7 @@ from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.weights import RelayedLane, Rendezvous
+from tests.engine_fixture import processes_of
 from tests.lane_scene import LaneScene, create_topics
 from tests.relay_sender import relay
 
@@ -98,6 +99,14 @@ async def publisher(
         if process.returncode is None:
             process.kill()
         await process.wait()
+
+
+@asynccontextmanager
+async def sending(folder: Path | str, engine_url: str) -> AsyncIterator[Publisher]:
+    """A publisher of weights to every process of an engine; `policy|head` for both folders."""
+    ranks = await asyncio.to_thread(processes_of, engine_url)
+    async with publisher(Path(folder), "send", ranks=ranks) as process:
+        yield process
 
 
 def spans(record: FinishedCompletion) -> list[tuple[int, int, int, int]]:

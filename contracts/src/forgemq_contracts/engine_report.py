@@ -30,6 +30,7 @@ class EngineReport(Struct, frozen=True):
     max_req_input_len: Positive
     quantization: str | None = None
     disaggregation_mode: str | None = None
+    dp_size: Positive = 1
 
 
 class ModelInfo(Struct, frozen=True):
@@ -50,6 +51,11 @@ def start_refusal(report: EngineReport, model: Model, *, url: str) -> str:
         return (
             f"{url} is a {report.disaggregation_mode} engine: the lane needs "
             "FORGEMQ_INFERENCE_PREFILL_URL, and FORGEMQ_INFERENCE_ENGINE_URL of a decode engine"
+        )
+    if report.dp_size > 1:
+        return (
+            f"{url} has --dp-size {report.dp_size} and not --enable-dp-attention, so it is "
+            f"{report.dp_size} engines behind one address: start each as a lane of its own"
         )
     named = model.engine_quantization
     held, wanted = report.quantization or "none", _FORMATS.get(named, named)

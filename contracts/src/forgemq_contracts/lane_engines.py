@@ -62,10 +62,15 @@ _FAMILIES = {"--hicache-": "[pool] says it", "--speculative-": "[speculation] sa
 class EngineShape(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """One SGLang server: its GPUs, how its model is spread over them, and its own flags."""
+    """One SGLang server: its GPUs, on a CPU processes; how its model is spread over them; flags."""
 
     tensor_parallel: Annotated[
-        int, Meta(ge=1, le=1024, description="GPUs of the server, side by side on one machine.")
+        int,
+        Meta(
+            ge=1,
+            le=1024,
+            description="GPUs of the server, side by side on one machine; processes on a CPU.",
+        ),
     ] = 1
     expert_parallel: Annotated[
         int,

@@ -33,12 +33,6 @@ _VOCABULARIES = ("embed_tokens", "lm_head")
 _VOCABULARY_ROWS = 64
 """SGLang 0.5.23 pads a vocabulary to a multiple of it."""
 
-_INNER_SIZE = re.compile(r"\.mlp\.(?:(gate|up)_proj\.|down_proj\.weight$)")
-"""Tensors with the inner size of an MLP: the first ones as rows, the last one as columns."""
-
-_INNER_MULTIPLE = 32
-"""SGLang 0.5.23 pads an MLP to a multiple of it on a CPU, between values: no bytes behind them."""
-
 
 def parameters(tensors: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, ...]]:
     """Engine parameter -> the tensors that are in it, in their order; those that can be compared.
@@ -47,7 +41,7 @@ def parameters(tensors: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, ...
     """
     found: dict[str, list[TensorSpec]] = {}
     for tensor in sorted(tensors, key=lambda each: each.name):
-        is_left_out = any(part in tensor.name for part in _NOT_COMPARED) or _is_padded(tensor)
+        is_left_out = any(part in tensor.name for part in _NOT_COMPARED)
         if tensor.size_bytes and not is_left_out:
             found.setdefault(_parameter(tensor.name), []).append(tensor)
     return {name: _in_order(parts) for name, parts in found.items()}
@@ -104,11 +98,6 @@ def others(tensors: Sequence[TensorSpec], wanted: Sequence[str]) -> tuple[str, .
         elif name not in wanted:
             skipped.add(name)
     return tuple(sorted(part for part in skipped if not any(part in name for name in wanted)))
-
-
-def _is_padded(tensor: TensorSpec) -> bool:
-    found = _INNER_SIZE.search(tensor.name)
-    return found is not None and tensor.shape[0 if found[1] else -1] % _INNER_MULTIPLE > 0
 
 
 def _all_names(tensors: Sequence[TensorSpec]) -> list[str]:

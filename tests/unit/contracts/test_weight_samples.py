@@ -81,18 +81,3 @@ def test_a_vocabulary_has_rows_of_zeros_up_to_a_multiple_of_64() -> None:
     assert padding("model.embed_tokens.weight", 700) == 4 * 8 * 4
     assert padding("lm_head.weight", 704) == 0
     assert padding("model.layers.0.mlp.down_proj.weight", 700) == 0
-
-
-def test_an_mlp_that_an_engine_on_a_cpu_pads_is_not_compared() -> None:
-    """It pads the inner size to a multiple of 32: rows of gate and up, columns of down."""
-    other = "model.layers.0.self_attn.o_proj.weight"
-
-    def compared(inner: int) -> set[str]:
-        mlp = "model.layers.0.mlp"
-        rows = [spec(f"{mlp}.{one}_proj.weight", inner, 80) for one in ("gate", "up")]
-        columns = spec(f"{mlp}.down_proj.weight", 80, inner)
-        return {*parameters([*rows, columns, spec(other, 80, 80)])}
-
-    assert compared(304) == {other}
-    packed = ("gate_up", "down")
-    assert compared(320) == {other, *(f"model.layers.0.mlp.{one}_proj.weight" for one in packed)}

@@ -68,9 +68,9 @@ async def test_an_engine_is_asked_for_its_processes_once_however_many_buckets_a_
             del engine.asked[:]
             await scene.publish(trained, version=1, head=head)
             await scene.loaded(count=2)
+            asked.append(engine.asked.count("/server_info"))
         assert len(engine.taken) == buckets
         assert all(len(each["serialized_named_tensors"]) == 1 for each in engine.taken)
         names = [each.get("weight_version") for each in engine.taken]
         assert names == [*[None] * (buckets - 1), engine.weight_version]
-        asked.append(engine.asked.count("/server_info"))
     assert asked == [1, 1, 1]

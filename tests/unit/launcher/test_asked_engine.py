@@ -67,6 +67,10 @@ def model_in(folder: Path, **sizes: int) -> Model:
             "model.engine_quantization",
         ),
         (
+            {**ENGINE, "/server_info": {**LIMITS, "dp_size": 2}},
+            "--dp-size 2 and not --enable-dp-attention, so it is 2 engines behind one address",
+        ),
+        (
             {**ENGINE, "/server_info": {**LIMITS, "disaggregation_mode": "prefill"}},
             "is a prefill engine: the lane needs FORGEMQ_INFERENCE_PREFILL_URL",
         ),

@@ -69,12 +69,12 @@ def test_shapes_that_a_model_can_have_are_taken(
 @pytest.mark.parametrize(
     ("engine", "sizes", "has_blocks", "message"),
     [
-        (shape(6), DENSE, False, r"the 6 GPUs .* num_attention_heads, got 32$"),
+        (shape(6), DENSE, False, r"the 6 processes .* num_attention_heads, got 32$"),
         (
             shape(32),
             msgspec.structs.replace(DENSE, num_key_value_heads=6),
             False,
-            r"the 32 GPUs .* num_key_value_heads, 6, one must divide the other$",
+            r"the 32 processes .* num_key_value_heads, 6, one must divide the other$",
         ),
         (
             shape(8, attention=2),
@@ -99,14 +99,14 @@ def test_shapes_that_a_model_can_have_are_taken(
             shape(2),
             msgspec.structs.replace(DENSE, intermediate_size=999),
             False,
-            r"2 GPUs must divide the model's intermediate_size, got 999$",
+            r"2 processes must divide the model's intermediate_size, got 999$",
         ),
-        (shape(4), EXPERTS, True, r"4 GPUs must split the MLP of 768 between blocks of 128"),
+        (shape(4), EXPERTS, True, r"4 processes must split the MLP of 768 between blocks of 128"),
         (
             shape(16),
             msgspec.structs.replace(DENSE, head_dim=32),
             True,
-            r"16 GPUs must split the query heads of 1024 between blocks",
+            r"16 processes must split the query heads of 1024 between blocks",
         ),
     ],
 )
@@ -126,5 +126,5 @@ def test_no_engine_of_a_run_starts_if_one_half_of_a_pair_cannot_have_its_shape(
         RUN, lanes=(LaneEngines(), pair), log=LogLayout(lanes=2), model=Model(path=str(tmp_path))
     )
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
-    with pytest.raises(MachineError, match="the 6 GPUs that attend together"):
+    with pytest.raises(MachineError, match="the 6 processes that attend together"):
         servers(run, folder=tmp_path, environ=hidden, addresses=())

@@ -129,9 +129,11 @@ def test_a_mixture_of_experts_is_refused_for_a_pair_before_anything_starts(tmp_p
         servers(run, folder=tmp_path, environ={}, addresses=())
 
 
-def test_several_gpus_for_an_engine_are_refused_where_there_is_none() -> None:
-    with pytest.raises(MachineError, match=r"^lanes\.tensor_parallel must be 1 .* got 4"):
-        options_of_engines(run_with(WIDE), gpus=0, environ={})
+def test_without_gpus_the_processes_of_an_engine_share_the_cpu() -> None:
+    (made,) = options_of_engines(run_with(WIDE), gpus=0, environ={})
+    assert made == EngineOptions(
+        tensor_parallel=4, expert_parallel=4, attention_data_parallel=2, has_gpu=False
+    )
 
 
 def test_lanes_beside_engines_of_somebody_else_are_refused() -> None:

@@ -41,9 +41,9 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
         threads: OpenMP threads of each process; one is best for a tiny model on few cores.
         role: What the server does of each request: all of it, or one half beside another server.
         bootstrap_port: Of a prefill engine: where decode engines ask how to reach it.
-        tensor_parallel: GPUs of this server.
+        tensor_parallel: GPUs of this server, each of which has a process; on a CPU processes.
         expert_parallel: Parts that the experts of its model are spread over.
-        attention_data_parallel: Groups of GPUs that each attend for requests of their own.
+        attention_data_parallel: Groups of them that each attend for requests of their own.
         gpu_first: Number of the first of them among the GPUs that its environment shows.
         weight_version: Name of the weights the server starts with.
         weight_group_timeout_s: Longest wait of SGLang's scheduler for the trainer's process group,
@@ -151,6 +151,7 @@ def _cpu_arguments(options: EngineOptions) -> list[str]:
         *("--device", "cpu", "--dtype", "float32"),
         *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
         *("--disable-cuda-graph",),
+        *(_spread_arguments(options) if options.tensor_parallel > 1 else ()),
         *("--max-total-tokens", str(options.cached_tokens_max)),
     ]
 
@@ -158,14 +159,19 @@ def _cpu_arguments(options: EngineOptions) -> list[str]:
 def _gpu_arguments(options: EngineOptions) -> list[str]:
     # The language-model head in float32 keeps log-probabilities close to the trainer's
     # (MiniMax-M1, arXiv 2506.13585, section 3.2).
-    arguments = ["--dtype", "bfloat16", "--tp-size", str(options.tensor_parallel)]
+    arguments = ["--dtype", "bfloat16", *_spread_arguments(options)]
+    if options.gpu_first:
+        arguments += ["--base-gpu-id", str(options.gpu_first)]
+    return [*arguments, "--enable-fp32-lm-head"]
+
+
+def _spread_arguments(options: EngineOptions) -> list[str]:
+    arguments = ["--tp-size", str(options.tensor_parallel)]
     if options.expert_parallel > 1:
         arguments += ["--ep-size", str(options.expert_parallel)]
     if options.attention_data_parallel > 1:
         arguments += ["--dp-size", str(options.attention_data_parallel), "--enable-dp-attention"]
-    if options.gpu_first:
-        arguments += ["--base-gpu-id", str(options.gpu_first)]
-    return [*arguments, "--enable-fp32-lm-head"]
+    return arguments
 
 
 def _fp8_arguments(*, has_gpu: bool) -> list[str]:
@@ -223,6 +229,10 @@ def environment(
         own[FP8_BLOCKS_VARIABLE] = "1"
     if not options.has_gpu:
         own |= {"OMP_NUM_THREADS": str(options.threads), "CUDA_VISIBLE_DEVICES": ""}
+        if options.tensor_parallel > 1:
+            # Each may run on each core: by default SGLang refuses more than there are NUMA nodes.
+            cores = f"0-{(os.cpu_count() or 1) - 1}"
+            own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * options.tensor_parallel)
     elif "PATH" in inherited:
         # SGLang compiles GPU kernels with the ninja in its interpreter's folder.
         own["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), inherited["PATH"]))

@@ -36,6 +36,23 @@ _PREPARE_ADAPTERS = "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch
 _JOIN_WEIGHT_GROUP = (
     "sglang.srt.model_executor.model_runner_components.weight_updater.init_custom_process_group"
 )
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_UPDATE_STEPS = (
+    "init_weights_update_group",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_disk",
+)
+_MAKE_SLEEPER = "sglang.srt.managers.scheduler.Scheduler.init_idle_sleeper"
+_RUN_EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
+_PREPARE_GROUPS = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch"
+_FIT_SIZES = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
+_COPY_ROWS = "sglang.srt.layers.dp_attention.memcpy"
+_PROCESSES = "sglang.srt.distributed.parallel_state.GroupCoordinator"
+_PADDED_LENGTH = (
+    "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+    ".get_cuda_graph_seq_len_fill_value"
+)
 
 
 def activate() -> str | None:
@@ -60,6 +77,7 @@ def register_hooks() -> None:
         pair,
         pool,
         repetition,
+        spread,
         unpinned,
     )
 
@@ -72,12 +90,25 @@ def register_hooks() -> None:
         HookRegistry.register(_MAKE_HOST_CACHE, host_cache.prepare, HookType.BEFORE)
         # A Triton kernel that moves K/V between the branches of a tree; a chain has none.
         HookRegistry.register(_PREPARE_KV_COPY, _leave_unprepared, HookType.REPLACE)
-        for pinning in (_MAKE_ADAPTERS, _PREPARE_ADAPTERS):
+        for pinning in (_MAKE_ADAPTERS, _PREPARE_ADAPTERS, _PREPARE_GROUPS):
             HookRegistry.register(pinning, unpinned.leave_unpinned, HookType.AROUND)
+        HookRegistry.register(_RUN_EXPERTS, spread.run_present_experts, HookType.AROUND)
+        for name, own in {
+            _FIT_SIZES: spread.keep_sizes,
+            _COPY_ROWS: spread.copy_rows,
+            _PADDED_LENGTH: spread.padded_length,
+            f"{_PROCESSES}.all_gather_into_tensor": spread.gather_tensors,
+            f"{_PROCESSES}.reduce_scatter_tensor": spread.scatter_sums,
+            f"{_PROCESSES}.reduce_scatterv": spread.scatter_unequal_sums,
+        }.items():
+            HookRegistry.register(name, own, HookType.REPLACE)
         HookRegistry.register(_MAKE_PREFILL_QUEUE, pair.number_pages_unpinned, HookType.AFTER)
         if os.environ.get(FP8_BLOCKS_VARIABLE):  # noqa: TID251 (a plugin's only input)
             HookRegistry.register(_CHOOSE_FP8_LINEAR, fp8_linear.choose, HookType.REPLACE)
             HookRegistry.register(_FP8_DTYPES, fp8_linear.with_float32, HookType.AFTER)
+    for step in _UPDATE_STEPS:
+        HookRegistry.register(f"{_UPDATER}.{step}", spread.report_every_process, HookType.AROUND)
+    HookRegistry.register(_MAKE_SLEEPER, spread.wake_often, HookType.AFTER)
     HookRegistry.register(_CAN_SCHEDULE, adapters.run_with_newest, HookType.BEFORE)
     HookRegistry.register(_LOAD_ADAPTER, adapters.follow, HookType.AFTER)
     HookRegistry.register(_PAUSE, pair.take_what_has_come, HookType.BEFORE)

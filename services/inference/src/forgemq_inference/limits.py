@@ -86,4 +86,5 @@ async def engine_limits(
         vocabulary_size=vocabulary_size,
         experts=experts,
         records_routes=server.enable_return_routed_experts,
+        attention_groups=server.attn_dp_size,
     )

@@ -21,9 +21,9 @@ from forgemq_contracts.partitions import group_partition
 from forgemq_contracts.repetition import RepetitionStop
 from forgemq_inference.batch_clock import BatchClock
 from forgemq_inference.core.acceptance import AcceptanceMeter
+from forgemq_inference.core.attention_groups import AttentionGroups
 from forgemq_inference.core.engine_answer import (
     EngineAnswer,
-    EngineMeta,
     InvalidAnswerError,
     check_weights,
 )
@@ -35,6 +35,7 @@ from forgemq_inference.core.generation import (
     finished_completion,
     generate_body,
     refused_completion,
+    timing_of,
 )
 from forgemq_inference.core.lane import (
     CANCELLED,
@@ -134,6 +135,7 @@ class Requests:
         self._acceptance = AcceptanceMeter()
         self._slots = asyncio.Semaphore(limits.concurrent_max)
         self._engine_limits: EngineLimits | None = None
+        self._groups = AttentionGroups(1)
         self._closed = _future()
         self._closed.set_result(NOT_SERVING)
         self._cancels: dict[Attempt, asyncio.Future[Refused]] = {}
@@ -157,6 +159,7 @@ class Requests:
     def open(self, engine_limits: EngineLimits) -> None:
         """Send requests to the engine from here on."""
         self._engine_limits = engine_limits
+        self._groups = AttentionGroups(engine_limits.attention_groups)
         self._closed = _future()
 
     def close(self, reason: Refused) -> None:
@@ -267,12 +270,13 @@ class Requests:
             return refused_completion(request, body, timing=Timing(queued_s, 0.0))
         body["cache_salt"] = self._limits.cache_salt
         began, paused_s = self.batch.now(), self._pauses.total_s
-        answer = await self._ask(body, request, run.attempt)
+        with self._groups.attending(request.episode_id) as where:
+            answer = await self._ask(body | where, request, run.attempt)
         waited_s = time.monotonic() - began.at_s - (self._pauses.total_s - paused_s)
         if isinstance(answer, Refused):
             return refused_completion(request, answer, timing=Timing(queued_s, max(0.0, waited_s)))
         self._telemetry.count("inference.context_tokens", run.context.tokens_count)
-        timing = _timing(answer.meta_info, queued_s=queued_s, waited_s=waited_s)
+        timing = timing_of(answer.meta_info, queued_s=queued_s, waited_s=waited_s)
         batch, load = self.batch.mean_since(began), self.batch.load
         timing = timing._replace(alone_s=alone_s(timing.engine_s, batch=batch, load=load))
         try:
@@ -388,12 +392,6 @@ class Requests:
             self._telemetry.gauge("inference.acceptance_length", length, lane=record.lane)
         self._telemetry.observe("inference.queued_s", record.queued_s)
         self._telemetry.observe("inference.engine_s", record.engine_s)
-
-
-def _timing(meta: EngineMeta, *, queued_s: float, waited_s: float) -> Timing:
-    """Timing of a request, with its wait inside the engine counted as queueing."""
-    inside_s = max(0.0, min(waited_s, meta.queue_time or 0.0))
-    return Timing(queued_s + inside_s, max(0.0, waited_s - inside_s))
 
 
 def _future() -> "asyncio.Future[Refused]":

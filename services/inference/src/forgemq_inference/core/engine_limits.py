@@ -17,6 +17,7 @@ class EngineLimits(Struct, frozen=True, kw_only=True):
         vocabulary_size: A token id at or above it would end the engine's process.
         experts: None for a dense model.
         records_routes: Whether the engine can say which experts ran for a token.
+        attention_groups: Groups of its processes that each attend for requests of their own.
     """
 
     context_tokens_max: int
@@ -24,6 +25,7 @@ class EngineLimits(Struct, frozen=True, kw_only=True):
     vocabulary_size: int
     experts: Experts | None = None
     records_routes: bool = False
+    attention_groups: int = 1
 
 
 def overflow(tokens_count: int, limits: EngineLimits) -> Refused:

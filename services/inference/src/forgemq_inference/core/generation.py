@@ -60,6 +60,12 @@ class Timing(NamedTuple):
 NOT_STARTED = Timing(0.0, 0.0)
 
 
+def timing_of(meta: EngineMeta, *, queued_s: float, waited_s: float) -> Timing:
+    """Timing of a request, with its wait inside the engine counted as queueing."""
+    inside_s = max(0.0, min(waited_s, meta.queue_time or 0.0))
+    return Timing(queued_s + inside_s, max(0.0, waited_s - inside_s))
+
+
 def generate_body(
     request: RequestedCompletion,
     *,

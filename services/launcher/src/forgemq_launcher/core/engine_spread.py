@@ -1,4 +1,4 @@
-"""Whether SGLang can spread a model over the GPUs of an engine as a run's file says.
+"""Whether SGLang can spread a model over the processes of an engine as a run's file says.
 
 SGLang finds most of this when it builds the model, in each of the engine's processes and minutes
 after the start; what `SPLITS_ATTENTION_OVER_ALL` is about it does not find at all.
@@ -11,7 +11,7 @@ from msgspec import Struct
 from forgemq_contracts.lane_engines import EngineShape
 
 SPLITS_ATTENTION_OVER_ALL = ("llama", "qwen2")
-"""Model types whose attention SGLang 0.5.23 splits over all GPUs of an engine, whatever groups
+"""Model types whose attention SGLang 0.5.23 splits over all processes of an engine, whatever groups
 attend for requests of their own: each group would compute its requests with a part of the heads."""
 
 _BLOCK = 128
@@ -70,7 +70,7 @@ def check_spread(shape: EngineShape, sizes: ModelSizes, *, has_blocks: bool) -> 
         parts //= shape.expert_parallel
     if width % parts:
         raise ValueError(
-            f"lanes.tensor_parallel: {parts} GPUs must divide the model's {name}, got {width}"
+            f"lanes.tensor_parallel: {parts} processes must divide the model's {name}, got {width}"
         )
     if not has_blocks:
         return
@@ -78,7 +78,7 @@ def check_spread(shape: EngineShape, sizes: ModelSizes, *, has_blocks: bool) -> 
         # A projection without whole blocks is not quantised, and may be split anywhere.
         if size % _BLOCK == 0 and size // over % _BLOCK:
             raise ValueError(
-                f"lanes.tensor_parallel: {over} GPUs must split the {part} of {size} between "
+                f"lanes.tensor_parallel: {over} processes must split the {part} of {size} between "
                 f"blocks of {_BLOCK}, because model.engine_quantization is fp8_blocks"
             )
 
@@ -88,18 +88,18 @@ def _check_attention(shape: EngineShape, sizes: ModelSizes) -> None:
     if groups > 1 and sizes.model_type in SPLITS_ATTENTION_OVER_ALL:
         raise ValueError(
             f"lanes.attention_data_parallel must be 1 for a model of type {sizes.model_type}, got "
-            f"{groups}: SGLang splits its attention over all GPUs of an engine"
+            f"{groups}: SGLang splits its attention over all processes of an engine"
         )
     parts = shape.tensor_parallel // groups
     heads, key_heads = sizes.num_attention_heads, sizes.num_key_value_heads or 0
     if heads % parts:
         raise ValueError(
-            f"lanes.tensor_parallel: the {parts} GPUs that attend together must divide the "
+            f"lanes.tensor_parallel: the {parts} processes that attend together must divide the "
             f"model's num_attention_heads, got {heads}"
         )
     if key_heads and max(key_heads, parts) % min(key_heads, parts):
         raise ValueError(
-            f"lanes.tensor_parallel: of the {parts} GPUs that attend together and the model's "
+            f"lanes.tensor_parallel: of the {parts} processes that attend together and the model's "
             f"num_key_value_heads, {key_heads}, one must divide the other"
         )
 
@@ -118,12 +118,12 @@ def _check_experts(shape: EngineShape, sizes: ModelSizes) -> None:
 
 
 def _projections(shape: EngineShape, sizes: ModelSizes) -> Iterator[tuple[str, int, int]]:
-    """Name, size and GPUs of what is split of the attention."""
+    """Name, size and processes of what is split of the attention."""
     parts = shape.tensor_parallel // shape.attention_data_parallel
     heads, key_heads = sizes.num_attention_heads, sizes.num_key_value_heads or 0
     if not heads:
         return
     head_size = sizes.head_dim or sizes.hidden_size // heads
     yield "query heads", heads * head_size, parts
-    # Fewer key heads than GPUs are there several times.
+    # Fewer key heads than processes are there several times.
     yield "key heads", key_heads * head_size, min(parts, max(1, key_heads))

@@ -217,7 +217,7 @@ def options_of_engines(
         in_use: Of the visible ones, those of engines that are up.
 
     Raises:
-        MachineError: there are GPUs, but too few; or an engine wants several and there is none.
+        MachineError: there are GPUs, but too few.
     """
     # No context limit is given, so the model's own holds: SGLang reserves a few tokens of its
     # limit, while gateway and inference enforce the run's limit to the token.
@@ -229,7 +229,6 @@ def options_of_engines(
         for role, shape in zip(_roles(lane), shapes_of(lane), strict=True)
     ]
     if seen == 0:
-        _check_cpu(engines)
         return tuple(engines)
     try:
         firsts = engine_gpus(
@@ -262,15 +261,6 @@ def _options_of_shape(shape: EngineShape) -> dict[str, object]:
         "attention_data_parallel": shape.attention_data_parallel,
         "extra": shape.flags,
     }
-
-
-def _check_cpu(engines: Sequence[EngineOptions]) -> None:
-    widest = max(options.tensor_parallel for options in engines)
-    if widest > 1:
-        raise MachineError(
-            f"lanes.tensor_parallel must be 1 for engines on a CPU, got {widest}: this machine "
-            "shows no GPU"
-        )
 
 
 def _check_pairs(configuration: RunConfiguration) -> None:
