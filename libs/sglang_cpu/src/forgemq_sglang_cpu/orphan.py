@@ -5,6 +5,8 @@ import signal
 import threading
 import time
 
+from forgemq_sglang_cpu.left_files import own_temporary, remove_left_files, shared_files_of
+
 CHECK_EVERY_S = 1.0
 """How long an orphan may hold its port and memory; a check costs microseconds."""
 
@@ -27,4 +29,6 @@ def end_with_parent(parent_pid: int) -> None:
 def _watch(parent_pid: int) -> None:
     while os.getppid() == parent_pid:
         time.sleep(CHECK_EVERY_S)
+    # Nobody is left who would do so afterwards.
+    remove_left_files(shared_files_of(os.getpgid(0)), own_temporary())
     os.killpg(0, signal.SIGKILL)

@@ -18,10 +18,15 @@ from types import TracebackType
 from typing import TypeAlias
 
 import msgspec
-import psutil
 
 from forgemq_settings.memory import available_memory_bytes
 from forgemq_sglang_cpu.cuda_toolkit import ToolkitError, toolkit_environment
+from forgemq_sglang_cpu.left_files import (
+    make_temporary,
+    pids_of_group,
+    remove_left_files,
+    shared_files_of,
+)
 from forgemq_sglang_cpu.options import (
     MEMORY_BYTES_MIN,
     EngineOptions,
@@ -88,6 +93,8 @@ class EngineServer:
         self._host = host
         self._inherited = inherited
         self._process: subprocess.Popen[bytes] | None = None
+        self._shared: frozenset[Path] = frozenset()
+        self._temporary: Path | None = None
 
     @property
     def url(self) -> str:
@@ -123,6 +130,10 @@ class EngineServer:
         inherited = os.environ if self._inherited is None else self._inherited  # noqa: TID251
         if self._options.has_gpu:
             inherited = {**inherited, **_toolkit(inherited)}
+        else:
+            # On a GPU SGLang keeps kernels there, which later engines would compile again.
+            self._temporary = make_temporary()
+            inherited = {**inherited, "TMPDIR": str(self._temporary)}
         command = command_line(
             self._options,
             model_path=self._model_path,
@@ -178,6 +189,7 @@ class EngineServer:
                 code = self._process.returncode if self._process else None
                 raise self._error(f"ended with status {code} after {waited_s:.0f} s")
             if self.answers():
+                self._shared = shared_files_of(self._process.pid)
                 return waited_s
             if waited_s > timeout_s:
                 raise self._error(f"did not answer /health within {timeout_s:.0f} s")
@@ -198,10 +210,15 @@ class EngineServer:
         process, self._process = self._process, None
         if process is None:
             return
+        # If it has died, it no longer says which files it had when it answered first.
+        shared = self._shared | shared_files_of(process.pid)
+        temporary, self._temporary = self._temporary, None
         _signal_group(process.pid, signal.SIGKILL)
-        if not _wait_gone(process, timeout_s=_KILLED_WITHIN_S):
+        is_gone = _wait_gone(process, timeout_s=_KILLED_WITHIN_S)
+        remove_left_files(shared, temporary)
+        if not is_gone:
             # Without a member it is the process itself, which has not given back its memory yet.
-            left = [member.pid for member in _members(process.pid)] or [process.pid]
+            left = sorted(pids_of_group(process.pid)) or [process.pid]
             raise EngineServerError(f"processes {left} of the engine survived SIGKILL")
 
     def log_tail(self, *, lines_max: int = LOG_TAIL_LINES) -> list[str]:
@@ -283,7 +300,7 @@ def _weight_bytes(model: Path) -> int:
 
 def _wait_gone(process: "subprocess.Popen[bytes]", *, timeout_s: float) -> bool:
     deadline_s = time.monotonic() + timeout_s
-    while process.poll() is None or _members(process.pid):
+    while process.poll() is None or pids_of_group(process.pid):
         if time.monotonic() > deadline_s:
             return False
         time.sleep(_GONE_POLL_S)
@@ -323,14 +340,3 @@ def _signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
     except ProcessLookupError:
         return
-
-
-def _members(group: int) -> list[psutil.Process]:
-    members = []
-    for process in psutil.process_iter():
-        try:
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                members.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return members
