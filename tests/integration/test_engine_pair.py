@@ -17,7 +17,7 @@ from forgemq_settings.ports import free_port
 from forgemq_sglang_cpu.options import EngineOptions
 from forgemq_sglang_cpu.pair import missing_on_cpu
 from forgemq_sglang_cpu.server import EngineServer
-from tests.engine_fixture import ONE_OR_TWO_PROCESSES, START_TIMEOUT_S, processes_of, reset_engine
+from tests.engine_fixture import START_TIMEOUT_S, processes_of, reset_engine
 from tests.integration.test_weights_engine import logprobs, perturbed, publisher, spans
 from tests.lane_scene import LaneScene, create_topics
 
@@ -41,12 +41,19 @@ class PairServers(NamedTuple):
 
 @contextmanager
 def started_pair(
-    options: EngineOptions, *, folders: Sequence[Path], model: Path
+    options: EngineOptions,
+    *,
+    folders: Sequence[Path],
+    model: Path,
+    processes: tuple[int, int] = (1, 1),
 ) -> Iterator[PairServers]:
     """A prefill and a decode engine with these options, each with its logs in a folder."""
+    reads, samples = (
+        msgspec.structs.replace(options, tensor_parallel=number) for number in processes
+    )
     roles = (
-        msgspec.structs.replace(options, role="prefill", bootstrap_port=free_port()),
-        msgspec.structs.replace(options, role="decode"),
+        msgspec.structs.replace(reads, role="prefill", bootstrap_port=free_port()),
+        msgspec.structs.replace(samples, role="decode"),
     )
     pair = PairServers(
         *(
@@ -65,15 +72,26 @@ def started_pair(
             server.stop()
 
 
-@pytest.fixture(scope="module", params=ONE_OR_TWO_PROCESSES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        (1, 1),
+        *(pytest.param(sizes, marks=pytest.mark.long) for sizes in ((2, 2), (2, 1), (1, 2))),
+    ],
+    ids="{0[0]}-to-{0[1]}".format,
+)
 def servers(
     request: Any, engine_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[PairServers]:
     folders = [tmp_path_factory.mktemp(role) for role in PairServers._fields]
     with started_pair(
-        EngineOptions(tensor_parallel=request.param), folders=folders, model=engine_model
+        EngineOptions(), folders=folders, model=engine_model, processes=request.param
     ) as pair:
         yield pair
+
+
+def processes_of_both(pair: PairServers) -> int:
+    return sum(processes_of(server.url) for server in pair)
 
 
 @pytest.fixture
@@ -135,7 +153,7 @@ async def test_a_pair_answers_as_one_engine_does(
     async with serving_pair(pair, engine_model) as scene:
         records = await three_turns(scene)
         report = await scene.report(is_serving=True)
-    assert report.ranks == 2 * processes_of(pair.decode.url)
+    assert report.ranks == processes_of_both(pair)
     for record, other in zip(records[:3], expected[:3], strict=True):
         assert (record.error, record.finish_reason) == ("", other.finish_reason)
         assert record.output == other.output
@@ -159,7 +177,7 @@ async def test_new_weights_in_the_middle_of_decoding_reach_both_engines(
     split have the new model's log-probabilities."""
     async with (
         serving_pair(pair, engine_model) as scene,
-        publisher(trained, "send", ranks=2 * processes_of(pair.decode.url)) as trainer,
+        publisher(trained, "send", ranks=processes_of_both(pair)) as trainer,
     ):
         offers = await trainer.offer()
         for number in range(1, INTERRUPTED + 1):

@@ -27,7 +27,6 @@ from forgemq_trainer.core.tree import read_tree
 from forgemq_trainer.model import load_model
 from tests.engine_fixture import (
     ENGINE_MODEL,
-    ONE_OR_TWO_PROCESSES,
     engine_options,
     reset_engine,
     started_engine,
@@ -79,10 +78,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mixture(tmp_path_factory.mktemp("mixture"))
 
 
-@pytest.fixture(scope="module", params=ONE_OR_TWO_PROCESSES)
+@pytest.fixture(
+    scope="module",
+    params=[(1, 1), *(pytest.param(each, marks=pytest.mark.long) for each in ((2, 1), (2, 2)))],
+    ids="{0[0]}-processes-{0[1]}-groups".format,
+)
 def url(request: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """An engine for this file: the session's engine serves a dense model."""
-    options = engine_options(tensor_parallel=request.param, expert_parallel=request.param)
+    processes, groups = request.param
+    options = engine_options(
+        tensor_parallel=processes, expert_parallel=processes, attention_data_parallel=groups
+    )
     with started_engine(tmp_path_factory.mktemp("engine"), options, model=model) as url:
         yield url
 

@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import psutil
 import pytest
 
@@ -35,12 +34,21 @@ from tests.engine_fixture import (
 )
 from tests.integration.test_cached_tokens import GROUPS, SIBLINGS, TURNS, play
 from tests.integration.test_expert_routes import mixture
+from tests.integration.test_quantised_engine import check_rounded, in_blocks, serving_fp8
 from tests.integration.test_read_back_engine import KEY, spoiled
 from tests.integration.test_reply_forms_engine import gateway_on
-from tests.integration.test_weights_engine import CONTEXT, logprobs, perturbed, publisher, spans
+from tests.integration.test_weights_engine import (
+    CONTEXT,
+    logprobs,
+    perturbed,
+    publisher,
+    sending,
+    spans,
+)
 from tests.lane_scene import LaneScene, create_topics
 from tests.metered import counted, metered
 from tests.relay_sender import relay
+from tests.unit.trainer.scene import save_base
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -85,7 +93,7 @@ def spread(
         model = mixture(tmp_path_factory.mktemp("mixture"))
         shutil.copy(ENGINE_MODEL / "chat_template.jinja", model)
     trained = perturbed(model, tmp_path_factory.mktemp("trained"), seed=1)
-    options = msgspec.structs.replace(engine_options(), **shape)
+    options = engine_options(**shape)
     with started_engine(tmp_path_factory.mktemp("engine"), options, model=model) as url:
         yield Spread(url, model, trained, options)
 
@@ -130,7 +138,7 @@ async def test_new_weights_reach_every_process_by_broadcast_by_relay_and_from_th
     model, trained = spread.model, spread.trained
     async with (
         serving_scene(spread) as scene,
-        publisher(trained, "send", ranks=spread.options.tensor_parallel) as trainer,
+        sending(trained, spread.url) as trainer,
     ):
         base = await sampled_of(scene, first=0)
         offers = await trainer.offer()
@@ -181,7 +189,7 @@ async def test_a_wrong_norm_is_found_in_processes_that_all_have_it(
     sent = spoiled(spread.trained, tmp_path / "sent", tensor=norm)
     async with (
         serving_scene(spread) as scene,
-        publisher(sent, "send", ranks=spread.options.tensor_parallel) as trainer,
+        sending(sent, spread.url) as trainer,
     ):
         offers = await trainer.offer()
         sampled = every_parameter(spread.trained)
@@ -209,7 +217,7 @@ async def test_weights_that_come_while_every_group_samples_split_the_outputs_at_
 ) -> None:
     async with (
         serving_scene(spread) as scene,
-        publisher(spread.trained, "send", ranks=spread.options.tensor_parallel) as trainer,
+        sending(spread.trained, spread.url) as trainer,
     ):
         offers = await trainer.offer()
         for number in range(REQUESTS):
@@ -301,7 +309,7 @@ async def test_an_aborted_episode_does_not_take_along_what_comes_after_it(spread
 async def test_an_engine_of_which_one_process_is_killed_ends_and_its_requests_fail(
     tmp_path: Path,
 ) -> None:
-    options = msgspec.structs.replace(engine_options(), **SHAPES["heads"])
+    options = engine_options(**SHAPES["heads"])
     server = EngineServer(str(ENGINE_MODEL), tmp_path, port=free_port(), options=options)
     with server as engine:
         (second,) = [
@@ -322,3 +330,45 @@ async def test_an_engine_of_which_one_process_is_killed_ends_and_its_requests_fa
             while engine.is_running():  # noqa: ASYNC110 (a process says nothing when it ends)
                 await asyncio.sleep(0.1)
     assert (record.finish_reason, record.failure) == ("error", "engine")
+
+
+@pytest.mark.long
+async def test_8_bit_blocks_reach_both_processes_and_are_what_these_compute_with(
+    tmp_path: Path,
+) -> None:
+    """The split is between blocks, so that the numbers are those of one process."""
+    model = save_base(
+        tmp_path / "model",
+        vocab_size=704,
+        hidden_size=256,
+        intermediate_size=512,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=32,
+        num_hidden_layers=3,
+        max_position_embeddings=1024,
+        eos_token_id=2,
+    )
+    shutil.copy(ENGINE_MODEL / "tokenizer.json", model)
+    trained = perturbed(model, tmp_path / "trained", seed=1)
+    with started_engine(
+        tmp_path / "engine", engine_options(tensor_parallel=2), model=in_blocks(model)
+    ) as url:
+        async with (
+            serving_fp8(url, model) as scene,
+            sending(in_blocks(trained), url) as trainer,
+        ):
+            await scene.publish(in_blocks(model), version=0)
+            await scene.loaded(count=2, timeout_s=60)
+            await scene.request(1, CONTEXT, max_tokens=24)
+            await scene.finished(count=1, timeout_s=60)
+            offers = await trainer.offer()
+            await scene.publish(in_blocks(trained), version=1, fast_paths=offers)
+            await trainer.send()
+            *_, loaded = await scene.loaded(count=3, timeout_s=60)
+            await scene.request(2, CONTEXT, max_tokens=24)
+            first, second = await scene.finished(count=2, timeout_s=60)
+    assert (loaded.path, loaded.version) == ("fast", 1)
+    for record, weights, version in ((first, model, 0), (second, trained, 1)):
+        assert [span[3] for span in spans(record)] == [version]
+        check_rounded(record, weights, CONTEXT)
