@@ -74,3 +74,12 @@ async def test_an_engine_is_asked_for_its_processes_once_however_many_buckets_a_
         names = [each.get("weight_version") for each in engine.taken]
         assert names == [*[None] * (buckets - 1), engine.weight_version]
     assert asked == [1, 1, 1]
+
+
+async def test_a_lane_serves_after_an_answer_that_follows_its_abort_of_all(base: Path) -> None:
+    """Groups of an engine's processes may take a request before an abort that came earlier."""
+    engine = GuessingEngine()
+    async with serving_scene(base, engine):
+        began = engine.asked[:]
+    aborted, resumed = began.index("/abort_request"), began.index("/continue_generation")
+    assert "/server_info" in began[aborted:resumed]

@@ -105,6 +105,7 @@ def test_the_environment_keeps_health_checks_shallow_and_logprobs_after_the_temp
     gpu = environment(EngineOptions(has_gpu=True), inherited, pid=5, weight_bytes=0)
     assert cpu["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
     assert cpu["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
+    assert cpu["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"] == "0"
     assert (cpu["OMP_NUM_THREADS"], gpu["OMP_NUM_THREADS"]) == ("2", "9")
     assert (cpu["CUDA_VISIBLE_DEVICES"], "CUDA_VISIBLE_DEVICES" in gpu) == ("", False)
     assert "SGLANG_USE_CPU_ENGINE" not in cpu

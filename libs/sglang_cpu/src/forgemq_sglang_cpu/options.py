@@ -236,5 +236,10 @@ def environment(
     elif "PATH" in inherited:
         # SGLang compiles GPU kernels with the ninja in its interpreter's folder.
         own["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), inherited["PATH"]))
+    # An engine that has lost a process would sleep for 5 s, and for 60 s more if another one lives,
+    # to write down where that is.
+    diagnostics = dict.fromkeys(
+        ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"), "0"
+    )
     kept = {name: value for name, value in inherited.items() if name != "SGLANG_USE_CPU_ENGINE"}
-    return kept | own
+    return diagnostics | kept | own

@@ -226,6 +226,9 @@ class Attachment:
             # Refused if there is no open update, which is the usual case.
             await self._engine.end_update(timeout_s=self._settings.durable_timeout_s)
         await self._engine.abort_all()
+        # A group of an engine's processes may take a request before an abort that came earlier, but
+        # each answers what was asked after the abort.
+        await self._engine.server_info()
         info = await self._engine.model_info()
         name = info.weight_version
         is_base = name != BROKEN_NAME and (weights_of_name(name) or BASE) == BASE

@@ -187,10 +187,8 @@ class Engine:
         await self._request("POST", "/abort_request", {"rid": rid})
 
     async def abort_all(self) -> None:
-        """End every request that came before, also those of other clients."""
+        """End every request, also those of other clients."""
         await self._request("POST", "/abort_request", {"abort_all": True})
-        # A group of processes may take a later request before this one, but none before its answer.
-        await self.server_info()
 
     async def check_health(self, *, timeout_s: float) -> None:
         """Return if the server's main process answers; generation may be paused."""
