@@ -14,7 +14,7 @@ SHARED = Path("/dev/shm")
 """Where Linux keeps named shared memory. It holds half of a machine's memory, in a pod 64 MB."""
 
 _MAPPED = re.compile(rf"{SHARED}/sgl\S+$", re.MULTILINE)
-"""Queues between the processes of an engine, 25 MB each, and what a scheduler says of its load."""
+"""Queues between the processes of an engine, up to 25 MB, and what a scheduler says of its load."""
 
 _PREFIX = "forgemq-engine-"
 
@@ -47,7 +47,8 @@ def shared_files_of(group: int) -> frozenset[Path]:
     found = set[str]()
     for pid in pids_of_group(group):
         with suppress(OSError):  # It has ended meanwhile.
-            found.update(_MAPPED.findall(Path(f"/proc/{pid}/maps").read_text()))
+            maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+            found.update(_MAPPED.findall(maps))
     return frozenset(map(Path, found))
 
 

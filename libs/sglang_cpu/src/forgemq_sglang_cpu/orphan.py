@@ -29,6 +29,8 @@ def end_with_parent(parent_pid: int) -> None:
 def _watch(parent_pid: int) -> None:
     while os.getppid() == parent_pid:
         time.sleep(CHECK_EVERY_S)
-    # Nobody is left who would do so afterwards.
-    remove_left_files(shared_files_of(os.getpgid(0)), own_temporary())
-    os.killpg(0, signal.SIGKILL)
+    try:
+        # Nobody is left who would do so afterwards.
+        remove_left_files(shared_files_of(os.getpgid(0)), own_temporary())
+    finally:
+        os.killpg(0, signal.SIGKILL)
