@@ -34,12 +34,23 @@ class Gathering:
         parts = [part for part in decoder.modules() if isinstance(part, FSDPModule)]
         self._parts: Sequence[FSDPModule] = parts
         self._layers = [part for part in parts if part is not decoder]
-        # While a layer computes, the next one is gathered. Experts are not in this chain: a layer
-        # that runs forward again in backward would gather the layer after it.
-        experts = {id(part) for part in decoder.modules() if isinstance(part, SpreadExperts)}
-        chain = [part for part in parts if id(part) not in experts]
-        for layer, following in itertools.pairwise(chain):
-            layer.set_modules_to_forward_prefetch([following])
+        self._gather_ahead(head)
+
+    def _gather_ahead(self, head: ShardedHead | None) -> None:
+        """Let the next layer be gathered while a layer computes, with the experts that it spreads.
+
+        Experts gather nothing ahead themselves: those of a layer that runs forward again in
+        backward would gather the layer after it.
+        """
+        chain = [part for part in self._parts if not isinstance(part, SpreadExperts)]
+        for earlier, later in itertools.pairwise(chain):
+            earlier.set_modules_to_forward_prefetch([later, *_experts_of(later)])
+            if earlier is not self._decoder:
+                later.set_modules_to_backward_prefetch([earlier, *_experts_of(earlier)])
+        if head is not None:
+            last = chain[-1]
+            assert isinstance(last, nn.Module)
+            last.register_forward_pre_hook(head.gather_beside)
 
     @contextmanager
     def update(self, kept: Kept, *, backwards: int) -> Iterator[None]:
@@ -103,3 +114,12 @@ class Gathering:
         for layer in self._layers:
             layer.set_reshard_after_forward(not is_kept, recurse=False)
         self._decoder.set_reshard_after_backward(not is_kept)
+
+
+def _experts_of(layer: FSDPModule) -> list[FSDPModule]:
+    assert isinstance(layer, nn.Module)
+    return [
+        part
+        for part in layer.modules()
+        if isinstance(part, SpreadExperts) and isinstance(part, FSDPModule)
+    ]

@@ -12,6 +12,22 @@ from torch import Tensor
 RankLists: TypeAlias = Sequence[Sequence[int]]
 
 
+class PendingTensor:
+    """A tensor that ranks are filling, beside what this one computes."""
+
+    def __init__(self, tensor: Tensor, work: dist.Work | None, *, source: Tensor) -> None:
+        """Hold what is filled, and what it is filled from, until the result is taken."""
+        self._tensor, self._work = tensor, work
+        self._source: Tensor | None = source
+
+    def result(self) -> Tensor:
+        """The tensor, filled; on a GPU what is computed next waits for it, not this thread."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._source = None
+        return self._tensor
+
+
 @dataclass(frozen=True, slots=True)
 class RankGroup:
     """This rank in a group; all ranks of it make the same calls in one order.
@@ -35,11 +51,19 @@ class RankGroup:
         dist.all_gather(everyones, own, group=self.group)
         return everyones
 
-    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        """Sum over the ranks of their `parts[this rank]`; all have one shape."""
-        summed = torch.empty_like(parts[0])
-        dist.reduce_scatter(summed, [part.contiguous() for part in parts], group=self.group)
-        return summed
+    def begin_all_gather(self, own: Tensor) -> PendingTensor:
+        """Begin to gather the rows of every rank, by rank; all have one shape."""
+        own = own.contiguous()
+        whole = own.new_empty((self.world_size * len(own), *own.shape[1:]))
+        work = dist.all_gather_single(whole, own, group=self.group, async_op=True)
+        return PendingTensor(whole, work, source=own)
+
+    def begin_reduce_scatter(self, whole: Tensor) -> PendingTensor:
+        """Begin to sum this rank's rows over the ranks; `whole` has as many rows for each rank."""
+        whole = whole.contiguous()
+        own = whole.new_empty((len(whole) // self.world_size, *whole.shape[1:]))
+        work = dist.reduce_scatter_single(own, whole, group=self.group, async_op=True)
+        return PendingTensor(own, work, source=whole)
 
     def all_reduce(self, own: Tensor) -> Tensor:
         """Sum of `own` over the ranks."""
