@@ -22,7 +22,7 @@ from forgemq_trainer.core.microbatches import path_microbatch, plan_step
 from forgemq_trainer.core.paths import path_of
 from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import Forest, read_tree
-from forgemq_trainer.model import prepare
+from forgemq_trainer.model import LoadedModel, prepare
 from tests.unit.trainer.scene import SHAPE, agent_samples, line_of, make_model, merge
 
 
@@ -252,7 +252,27 @@ def test_the_measured_peak_is_within_a_twentieth_of_the_predicted(
     """Counts torch's allocations, without the parameters' gradients."""
     changes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 4}
     loaded = prepare(make_model(kind, dtype, **(changes | sizes)))
-    forest, shape, chunk = _bush(5), loaded.policy.shape, 32
+    assert _peak_over_predicted(loaded, _bush(5), way, share) == pytest.approx(1, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("way", ["kept", "recomputed"])
+def test_queries_wider_than_the_mlp_need_no_more_than_is_predicted(
+    way: str, dtype: torch.dtype
+) -> None:
+    """Attention's backward is the peak, and needs less if queries are cut into several pieces."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4}
+    heads = {"head_dim": 32, "num_attention_heads": 32, "num_key_value_heads": 2}
+    loaded = prepare(make_model("qwen3", dtype, **(sizes | heads)))
+    share = 1.0 if way == "kept" else 0.6
+    assert _peak_over_predicted(loaded, line_of(500), way, share) == pytest.approx(1, rel=0.05)
+    assert 0.75 < _peak_over_predicted(loaded, _bush(5), way, share) < 1.02
+
+
+def _peak_over_predicted(loaded: LoadedModel, forest: Forest, way: str, share: float) -> float:
+    """The peak of a step that runs in this way, in this share of the bytes for the whole forest."""
+    shape, chunk = loaded.policy.shape, 32
     whole = shape.block_bytes(forest.token_count, chunk=chunk, is_carried=False)
     budget = int(whole * share)
     if way == "blocks":
@@ -274,5 +294,4 @@ def test_the_measured_peak_is_within_a_twentieth_of_the_predicted(
         )
 
     run()  # Makes the parameters' gradients.
-    peak = peak_allocated_bytes(run)
-    assert peak == pytest.approx(microbatch.predicted_bytes, rel=0.05)
+    return peak_allocated_bytes(run) / microbatch.predicted_bytes

@@ -173,6 +173,7 @@ class ModelShape:
 
         - the head: a chunk, the rows that entries continue and their gradients;
         - a module of the decoder: `inner_bytes_per_token`;
+        - the last layer's attention: `attention_bytes_per_token`, in place of that layer's MLP;
         - the last layer's down projection: the gradients of its weights and of its input.
 
         During the last two, the gradient of a tied head is held until the embedding's is added.
@@ -211,12 +212,40 @@ class ModelShape:
                 fixed_bytes=0 if is_frozen else head_grad + width * row,
                 token_bytes=kept + input_grad,
             ),
+            Peak(
+                fixed_bytes=head_grad,
+                token_bytes=kept
+                - self._last_mlp_bytes
+                + self.attention_bytes_per_token(is_carried=is_carried),
+            ),
         )
         if self.draft is None:
             return peaks
         peaks += self.draft.peaks(chunk=chunk, is_carried=is_carried)
         gathered = self.draft.gathered_bytes
         return tuple(replace(peak, fixed_bytes=peak.fixed_bytes + gathered) for peak in peaks)
+
+    @property
+    def _last_mlp_bytes(self) -> int:
+        """What the last layer's backward has freed of a token before it reaches its attention."""
+        parts = self.parts
+        kept = parts.mlp_kept or (EXPERT_KEPT if self.experts else MLP_KEPT)
+        values = kept * self._computed_mlp_size + parts.shared_mlp_kept - self._unkept_values
+        values += (self.experts_per_token + self.expert_rows) * self.hidden
+        return max(0, values) * self.value_bytes
+
+    def attention_bytes_per_token(self, *, is_carried: bool) -> int:
+        """The most bytes that one token holds in attention's backward, beside what is kept.
+
+        By the size of all queries: the gradient of the output, twice, that of the queries, and in
+        the kernel those of queries, keys and values, the latter for each query head, and one more;
+        less the copy of the output, which the projection has freed. Two of them are wide. This is
+        of a tree without branches, whose queries are one piece; with branches it is less. Gradients
+        of keys and values are wide, and in blocks those of the carry.
+        """
+        queries = self.query_size * (4 * self.value_bytes + 2 * self.wide_bytes)
+        keys = 0 if is_carried else 2 * self.key_size * self.wide_bytes
+        return queries + keys + 2 * self.query_heads * self.wide_bytes
 
     @property
     def inner_bytes_per_token(self) -> int:

@@ -331,6 +331,7 @@ def _backward_pieces(
         query_grad_QKTD[:, :, q] += dq
         key_grad[:, k] += dk.sum(0)
         value_grad[:, k] += dv.sum(0)
+        del dq, dk, dv  # Else the next piece would get its own beside these.
     for own, seen, band in run.later_pieces():
         q, k = run.slices(own, seen)
         count = own[1] - own[0]
@@ -350,4 +351,5 @@ def _backward_pieces(
         query_grad_KTQD[:, q] += dq.reshape(heads, count, group, size)
         key_grad[:, k] += dk[0]
         value_grad[:, k] += dv[0]
+        del dq, dk, dv
     return query_grad_KTQD
