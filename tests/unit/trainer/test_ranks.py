@@ -1,5 +1,6 @@
 """Two ranks compute the gradients of one, for every model, loss and kind of round."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -226,3 +227,14 @@ def test_gradients_of_two_ranks_are_those_of_one(case: Case, rank_pair: RankPair
     assert expected.values.route_disagreements == disagreements
     if case.loss != "user":
         assert 0 < expected.values.is_limited_E.mean() < 1
+
+
+def _warnings(ranks: Ranks) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _of_rank(ranks, Case())
+    return [str(each.message) for each in caught]
+
+
+def test_ranks_compute_without_a_warning_in_the_trainers_log(rank_pair: RankPair) -> None:
+    assert rank_pair.run(_warnings) == [[], []]

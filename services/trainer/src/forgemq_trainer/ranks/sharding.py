@@ -7,6 +7,7 @@ of the whole step. If there are several replicas of the model (`shard_mesh`), ea
 bytes: gradients are summed over all of them before the update.
 """
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,6 +72,8 @@ def shard(
     if experts is not None:
         _shard_experts(model, experts, precision)
     layers: Any = decoder.layers
+    # The last norm returns a view, which autograd does not let anybody change in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for part in (*layers, decoder):
         fully_shard(part, mesh=mesh.device_mesh, mp_policy=precision)
     _sum_gradients(decoder)
