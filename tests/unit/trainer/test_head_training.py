@@ -17,7 +17,7 @@ from forgemq_trainer.storage.checkpoint import OPTIMIZER_FILE, Checkpoint
 from forgemq_trainer.training import Training
 from tests.unit.trainer.head_scene import save_head
 from tests.unit.trainer.rank_life import Life, save_checkpoint, store_of
-from tests.unit.trainer.scene import configuration_of, save_base, scheduled_step
+from tests.unit.trainer.scene import Sample, configuration_of, merge, save_base, scheduled_step
 
 TREES = Life(folder=Path(), steps=())
 HEAD = Speculation(head="", learning_rate=1e-2, top_k=8)
@@ -88,6 +88,23 @@ def test_the_loss_weight_alone_moves_no_head(tmp_path: Path, weights: tuple[floa
     assert max(norms) < 1.0 or min(norms) > 1.0, "grad_norm_max"
     for name, expected in heads[0].items():
         torch.testing.assert_close(heads[1][name], expected, rtol=0, atol=1e-6)
+
+
+def test_a_group_without_entries_gives_a_head_no_gradient(tmp_path: Path) -> None:
+    """As on several ranks, or in a budget in which it would not lie beside another group."""
+    trees = TREES.trees(0)
+    silent = merge([Sample(tuple(range(1, 60)), 59, 0.0, ())], "g-silent")
+    heads, metrics = [], []
+    for step_trees in (trees, [*trees, silent]):
+        training = _training(_configuration(tmp_path))
+        values = {tree.group_id: topics.encode(tree) for tree in step_trees}
+        step = training.read(scheduled_step(0, step_trees), values)
+        assert not step.failed
+        metrics.append(training.train(step))
+        heads.append(_head(training))
+    assert metrics[0].draft_loss == metrics[1].draft_loss
+    assert metrics[0].draft_grad_norm == metrics[1].draft_grad_norm
+    assert all(torch.equal(heads[1][name], heads[0][name]) for name in heads[0])
 
 
 def test_record_and_checkpoint_of_a_step_without_a_head_do_not_mention_one(tmp_path: Path) -> None:

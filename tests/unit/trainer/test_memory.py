@@ -23,7 +23,7 @@ from forgemq_trainer.core.paths import path_of
 from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import Forest, read_tree
 from forgemq_trainer.model import LoadedModel, prepare
-from tests.unit.trainer.scene import SHAPE, agent_samples, line_of, make_model, merge
+from tests.unit.trainer.scene import SHAPE, Sample, agent_samples, line_of, make_model, merge
 
 
 def _bush(rollouts: int, *, turns: int = 4) -> Forest:
@@ -63,6 +63,15 @@ def test_groups_are_packed_while_they_fit() -> None:
     plan = plan_step(forests, shape=SHAPE, budget_bytes=_budget(100), head_chunk=8)
     assert [microbatch.groups for microbatch in plan] == [(0, 1), (2, 3)]
     assert [microbatch.blocks for microbatch in plan] == [((0, 90),), ((0, 60),)]
+
+
+def test_a_group_without_entries_runs_nowhere_whatever_fits() -> None:
+    silent = read_tree(merge([Sample(tuple(range(500)), 500, 0.0, ())], "silent"))
+    forests = [line_of(60), silent, line_of(30)]
+    for budget in (_budget(100), 10**9):
+        plan = plan_step(forests, shape=SHAPE, budget_bytes=budget, head_chunk=8)
+        assert [microbatch.groups for microbatch in plan] == [(0, 2)]
+    assert plan_step([silent], shape=SHAPE, budget_bytes=10**9, head_chunk=8) == ()
 
 
 def test_a_group_over_the_budget_runs_in_even_blocks_within_it() -> None:

@@ -91,8 +91,11 @@ class DraftModel:
 
 
 def row_count(forest: Forest, depth: int) -> int:
-    """Rows that train at a depth from 0: tokens with more ancestors than that."""
-    return int((forest.position_N > depth).sum())
+    """Rows that train at a depth from 0: tokens with more ancestors than that.
+
+    A forest without entries has none: the policy does not run it.
+    """
+    return int((forest.position_N > depth).sum()) if forest.entry_count else 0
 
 
 def with_lone_roots(forest: Forest) -> Forest:

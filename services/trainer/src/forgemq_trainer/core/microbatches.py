@@ -1,9 +1,10 @@
 """How a step is cut into microbatches to fit a budget of bytes.
 
 A pure function of the step's trees and the budget. Groups are packed side by side while their
-activations fit. A group that does not fit runs whole with its first layers recomputed in backward,
-as few as suffice. If it does not fit with all layers but one recomputed, it runs in blocks; their
-keys and values off the live path stay in memory if the budget has room for that with at most
+activations fit; one without entries has nothing to learn from and runs in none, as on several
+ranks. A group that does not fit runs whole with its first layers recomputed in backward, as few as
+suffice. If it does not fit with all layers but one recomputed, it runs in blocks; their keys and
+values off the live path stay in memory if the budget has room for that with at most
 `KEPT_BLOCKS_RATIO` times the blocks that offloading needs, else they are offloaded.
 """
 
@@ -55,12 +56,13 @@ def plan_step(
         )
 
     tokens = [forest.token_count for forest in forests]
+    trained = [group for group, forest in enumerate(forests) if forest.entry_count]
     capacity = shape.block_tokens(budget_bytes, chunk=head_chunk, is_carried=False)
     return tuple(
         over_budget(groups[0])
         if sum(tokens[group] for group in groups) > capacity
         else _whole(groups, tokens=tokens, shape=shape, head_chunk=head_chunk)
-        for groups in packed(range(len(forests)), tokens=tokens, capacity=capacity)
+        for groups in packed(trained, tokens=tokens, capacity=capacity)
     )
 
 
