@@ -1,6 +1,10 @@
 """Two ranks write a checkpoint while they compute the gradients of the next step."""
 
+import os
+import signal
+import subprocess
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,7 +14,7 @@ import pytest
 
 from forgemq_trainer.command_loop import carry_out_commands
 from forgemq_trainer.ranks import part_saving
-from forgemq_trainer.ranks.ranks import Ranks
+from forgemq_trainer.ranks.ranks import RankLostError, Ranks
 from forgemq_trainer.storage.checkpoint import checkpoint_at
 from forgemq_trainer.storage.optimizer_state import StatePart
 from forgemq_trainer.training import Training
@@ -114,3 +118,73 @@ def test_a_rank_that_cannot_write_its_part_is_named_and_there_is_no_checkpoint(
     assert first.startswith("rank 1 could not write optimizer/part-00001.safetensors: OSError")
     assert second.startswith("optimizer/part-00001.safetensors: OSError")
     assert store_of(tmp_path, life.configuration(world_size=2)).newest_checkpoint() is None
+
+
+DEADLINE_S = 3.0
+STOPPED_S = 3 * DEADLINE_S
+
+
+def _saved_beside_a_stopped_rank(ranks: Ranks, life: Life) -> tuple[str, float]:
+    """Save a checkpoint while rank 1 is stopped in the middle of its part."""
+
+    def stopped(file: Path, parts: Mapping[str, StatePart]) -> str:
+        subprocess.Popen(["sh", "-c", f"sleep {STOPPED_S}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return write(file, parts)
+
+    write = part_saving.write_state_part
+    if ranks.rank > 0:
+        with _writing(stopped), pytest.raises(RankLostError):
+            carry_out_commands(ranks, device="cpu")
+        return "", 0.0
+    configuration = life.configuration(world_size=2)
+    training = Training(configuration, device="cpu", checkpoint=None, ranks=ranks)
+    compute(training, life, 0)
+    metrics = update(training, life, 0)
+    store, began_s = store_of(life.folder, configuration), time.monotonic()
+    with pytest.raises(RankLostError) as caught:
+        save_checkpoint(store, training, metrics)
+    took_s = time.monotonic() - began_s
+    training.end()
+    return str(caught.value), took_s
+
+
+def test_a_rank_that_hangs_while_it_writes_ends_the_others(tmp_path: Path) -> None:
+    """A step's end waits for its checkpoint, and its other waits end, so nothing else would."""
+    life = Life(tmp_path, (0,))
+    save_base(life.folder / "base")
+    pair = RankPair(deadline_s=DEADLINE_S)
+    try:
+        (reason, took_s), _ = pair.run(_saved_beside_a_stopped_rank, life)
+    finally:
+        pair.close()
+    assert reason.startswith(
+        "rank 0 lost another of 2 ranks, which died or did not come within 3 s"
+    )
+    assert took_s < STOPPED_S
+    assert store_of(tmp_path, life.configuration(world_size=2)).newest_checkpoint() is None
+
+
+def _slow_disk(ranks: Ranks, life: Life) -> None:
+    """Save a checkpoint on a disk that takes longer than ranks wait for each other in a step."""
+    write = part_saving.write_state_part
+
+    def slow(file: Path, parts: Mapping[str, StatePart]) -> str:
+        time.sleep(1.5 * DEADLINE_S * ranks.rank)
+        return write(file, parts)
+
+    with _writing(slow):
+        live(ranks, life)
+
+
+def test_a_rank_that_writes_longer_than_a_deadline_is_waited_for(tmp_path: Path) -> None:
+    life = Life(tmp_path, (0,))
+    save_base(life.folder / "base")
+    pair = RankPair(deadline_s=DEADLINE_S)
+    try:
+        pair.run(_slow_disk, life)
+    finally:
+        pair.close()
+    found = store_of(tmp_path, life.configuration(world_size=2)).newest_checkpoint()
+    assert found is not None
+    assert found.step == 0

@@ -1,8 +1,9 @@
 """Every rank writes its part of the optimizer's state, beside what it does otherwise.
 
 The state changes at an update only. Until the next one, ranks write in a thread each, from the very
-memory that holds it, while the next step computes its gradients. The threads communicate through a
-process group of their own, so in any order to the computation's.
+memory that holds it, while the next step computes its gradients. The threads communicate through
+process groups of their own, so in any order to the computation's. Writing may take long, so while
+they write they tell each other every second that they still do: a rank that hangs ends the others.
 """
 
 import threading
@@ -13,6 +14,9 @@ import msgspec
 
 from forgemq_trainer.ranks.ranks import RankLostError, Ranks
 from forgemq_trainer.storage.optimizer_state import StatePart, write_state_part
+
+LOOK_EVERY_S = 1.0
+"""While ranks write, each says to the others so often that it is there."""
 
 
 class _Written(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,11 +57,11 @@ class PartSaving:
 
         Raises:
             OSError: a rank could not write its part; names it.
-            RankLostError: another rank died.
+            RankLostError: another rank died, or hangs.
         """
         with self._ranks.together():
             self._ranks.tell_saving(str(folder).encode())
-            own = self._write(folder, self._parts())
+            own = self._write_beside_others(folder)
             written = self._ranks.gather_saved(msgspec.json.encode(own))
         found = [msgspec.json.decode(each, type=_Written) for each in written]
         for rank, each in enumerate(found):
@@ -70,7 +74,7 @@ class PartSaving:
 
         Raises:
             OSError: it could not be written.
-            RankLostError: another rank died.
+            RankLostError: another rank died, or hangs.
         """
         if self._following is not None:
             following, self._following = self._following, None
@@ -82,17 +86,31 @@ class PartSaving:
         try:
             with self._ranks.together():
                 folder = Path(self._ranks.tell_saving(b"").decode())
-                own = self._write(folder, self._parts())
+                own = self._write_beside_others(folder)
                 self._ranks.gather_saved(msgspec.json.encode(own))
             if own.error:
                 self._error = OSError(f"{own.file}: {own.error}")
         except RankLostError as error:
             self._error = error
 
-    def _write(self, folder: Path, parts: Mapping[str, StatePart]) -> _Written:
+    def _write_beside_others(self, folder: Path) -> _Written:
+        """Write this rank's part and wait for those of all others."""
+        written: list[_Written] = []
+        # A daemon: if another rank is lost, this process must not end only once this has ended.
+        writing = threading.Thread(
+            target=lambda: written.append(self._write(folder)), name="part writing", daemon=True
+        )
+        writing.start()
+        are_writing = True
+        while are_writing:
+            writing.join(LOOK_EVERY_S)
+            are_writing = self._ranks.any_saving(is_saving=writing.is_alive())
+        (own,) = written
+        return own
+
+    def _write(self, folder: Path) -> _Written:
         file = f"optimizer/part-{self._ranks.rank:05d}.safetensors"
         try:
-            return _Written(file=file, sha256=write_state_part(folder / file, parts))
-        except OSError as error:
-            # Rank 0 waits for an answer of every rank, and ends all.
+            return _Written(file=file, sha256=write_state_part(folder / file, self._parts()))
+        except Exception as error:  # noqa: BLE001 - told to rank 0, which ends all and names it
             return _Written(file=file, error=f"{type(error).__name__}: {error}")

@@ -1,11 +1,12 @@
 """The trainer's ranks: processes that train one step together, and how they communicate.
 
-Rank 0 does all that touches the log; the others carry out its commands. There are four kinds of
+Rank 0 does all that touches the log; the others carry out its commands. There are five kinds of
 process groups. The control group (gloo, on CPUs) carries commands; a wait in it may last as long as
 the run has nothing to train. Two are used within a step: a group for small records, and the groups
 of the computation (gloo, or NCCL on GPUs). Within a step, a rank that dies or misses the deadline
-ends the others too. The fourth (gloo) is used by the ranks' threads that write a checkpoint beside
-a step; a wait in it lasts until the slowest has written, and ends if a rank dies.
+ends the others too. The last two (gloo) are used by the ranks' threads that write a checkpoint
+beside a step: one to begin it, in which a wait may last as long as rank 0 writes the weights, and
+one while they write, with the deadline of a step.
 """
 
 from collections.abc import Iterator, Mapping
@@ -156,7 +157,8 @@ class Ranks:
         )
         self._control = _group(backend="gloo", timeout=IDLE_MAX)
         self._records = _group(backend="gloo", timeout=deadline)
-        self._saving = _group(backend="gloo", timeout=IDLE_MAX)
+        self._to_save = _group(backend="gloo", timeout=IDLE_MAX)
+        self._saving = _group(backend="gloo", timeout=deadline)
         # Not the default group: FSDP issues its gathers there from other streams, and NCCL may
         # deadlock if the ranks' calls on one group come in different orders.
         everyone = _group(timeout=deadline)
@@ -244,7 +246,13 @@ class Ranks:
 
     def tell_saving(self, data: bytes) -> bytes:
         """Rank 0's bytes, on every rank; among the threads that write a checkpoint."""
-        return self._tell(data, group=self._saving)
+        return self._tell(data, group=self._to_save)
+
+    def any_saving(self, *, is_saving: bool) -> bool:
+        """True if one of the ranks still writes; among the threads that write a checkpoint."""
+        count = torch.tensor([int(is_saving)])
+        dist.all_reduce(count, group=self._saving)
+        return bool(count)
 
     def gather_saved(self, own: bytes) -> list[bytes]:
         """As `gather_bytes` does, among the threads that write a checkpoint."""
