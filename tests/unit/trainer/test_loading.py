@@ -59,6 +59,21 @@ def test_parameters_and_buffers_are_those_of_transformers_to_the_byte(
             _assert_equal(dict(found.named_buffers()), dict(expected.named_buffers()))
 
 
+@pytest.mark.parametrize("kind", ["minimax_m2", "glm4_moe", "deepseek_v3"])
+def test_a_routers_bias_stays_float32_in_a_narrow_model(tmp_path: Path, kind: str) -> None:
+    """As engines have it, and ranks whose parameters are masters of a narrow model."""
+    model = make_model(kind, torch.float32)
+    model.save_pretrained(tmp_path)
+
+    def biases(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        named = module.state_dict().items()
+        return {name: value for name, value in named if name.endswith("e_score_correction_bias")}
+
+    stored, found = biases(model), biases(load_model(tmp_path, dtype="bfloat16").model)
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in stored.values())
+    _assert_equal(found, stored)
+
+
 def _parts(ranks: Ranks, folder: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
     """On rank 0 all weights whole, and the names of what no rank has a part of."""
     loaded = shard(

@@ -24,6 +24,10 @@ from forgemq_trainer.storage.tensor_files import (
     tensors_of_folder,
 )
 
+ROUTER_BIAS = "e_score_correction_bias"
+"""Added to a router's scores for the choice of experts. SGLang has it in float32 in all families;
+transformers' class of minimax_m2 does not say so, and rounded it may choose other experts."""
+
 
 def empty_model(config: object, *, dtype: torch.dtype, attention: str) -> Any:  # noqa: ANN401  # transformers' model
     """A causal language model of transformers whose parameters are on the meta device.
@@ -33,7 +37,8 @@ def empty_model(config: object, *, dtype: torch.dtype, attention: str) -> Any:  
 
     Args:
         config: Of transformers.
-        dtype: Of the parameters, but those that the model's class keeps in float32.
+        dtype: Of the parameters, but those that stay float32: what the model's class keeps so, and
+            a router's bias.
         attention: A name that is registered.
 
     Raises:
@@ -121,8 +126,8 @@ def fill_adapters(model: nn.Module, folder: Path | None, *, seed: int) -> None:
 
 
 def _keep_wide(model: Any) -> None:  # noqa: ANN401
-    """Make those tensors float32 that the model's class keeps so, whatever the model's dtype."""
-    wide = tuple(model._keep_in_fp32_modules_strict or ())
+    """Make float32, whatever the model's dtype, what its class keeps so and a router's bias."""
+    wide = (*(model._keep_in_fp32_modules_strict or ()), ROUTER_BIAS)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_floating_point() and any(each in name for each in wide):
             parent, _, child = name.rpartition(".")
