@@ -112,5 +112,5 @@ class PartSaving:
         file = f"optimizer/part-{self._ranks.rank:05d}.safetensors"
         try:
             return _Written(file=file, sha256=write_state_part(folder / file, self._parts()))
-        except Exception as error:  # noqa: BLE001 - told to rank 0, which ends all and names it
+        except Exception as error:  # noqa: BLE001  # rank 0 gets it, ends all and names it
             return _Written(file=file, error=f"{type(error).__name__}: {error}")

@@ -71,12 +71,7 @@ def shard(
     precision = _precision(model, dtype, wide=wide)
     if experts is not None:
         _shard_experts(model, experts, precision)
-    layers: Any = decoder.layers
-    # The last norm returns a view, which autograd does not let anybody change in place.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    for part in (*layers, decoder):
-        fully_shard(part, mesh=mesh.device_mesh, mp_policy=precision)
-    _sum_gradients(decoder)
+    _shard_layers(decoder, mesh, precision)
     sharded_head = None if is_tied else ShardedHead(head, mesh, dtype=dtype)
     if is_empty:
         allocate(model, device=ranks.device)
@@ -124,6 +119,16 @@ def _shard_experts(
             mp_policy=precision,
             shard_placement_fn=lambda _: Shard(1),
         )
+
+
+def _shard_layers(decoder: nn.Module, mesh: ShardMesh, precision: MixedPrecisionPolicy) -> None:
+    """Let FSDP gather layer by layer, and the rest of the decoder for a whole pass."""
+    layers: Any = decoder.layers
+    for part in (*layers, decoder):
+        fully_shard(part, mesh=mesh.device_mesh, mp_policy=precision)
+    _sum_gradients(decoder)
+    # The last norm returns a view, which autograd does not let anybody change in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 def _sum_gradients(decoder: nn.Module) -> None:
