@@ -64,6 +64,12 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
             {"rope_parameters": _yarn(extrapolation_factor=0.5)},
             r"^extrapolation_factor .* must be 1, got 0\.5",
         ),
+        *(
+            (kind, {"rope_parameters": _yarn(**scales)}, "^mscale and mscale_all_dim of a yarn ")
+            for kind in ("llama", "deepseek_v3")
+            for scales in ({"mscale": 0.7}, {"mscale": 0.7, "mscale_all_dim": 0})
+        ),
+        ("llama", {"rope_is_neox_style": False}, "^rope_is_neox_style must be True .* got False"),
         ("deepseek_v3", {"rope_parameters": LINEAR}, "^rope_type must be default or yarn"),
         (
             "gemma3_text",

@@ -33,6 +33,7 @@ ROUTER_COUNTS = {"qwen3_moe": 2, "minimax_m2": 2, "gpt_oss": 2, "glm4_moe": 1, "
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping must be off"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must be off"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention must"),
+        ("qwen3", {"is_causal": False}, "is_causal must be true, got false"),
         ("minimax_m2", {"router_jitter_noise": 0.1}, "router_jitter_noise must be off"),
         ("llama", {"layer_types": ["chunked_attention"] * 32}, "layer_types must be of .* chunked"),
         (
@@ -70,6 +71,7 @@ def test_a_setting_that_rules_out_exact_training_is_refused_by_name(
         ("granite", {"logits_scaling": 8.0}, "it contains: logits_scaling must be 1, got 8.0"),
         ("olmo2", {"num_hidden_layers": 1}, "no test compares .* qwen3_moe$"),
         ("mixtral", {"num_hidden_layers": 1}, "no test compares it with per-request training"),
+        ("ministral", {}, "contains: no causal language model: unsupported operand"),
     ],
 )
 def test_a_family_without_a_test_is_refused_with_what_it_contains(

@@ -44,6 +44,7 @@ def _changed(folder: Path, **changes: object) -> Path:
         ({"layer_types": ["full_attention"]}, "must be equal to the number of `layer_types`"),
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
         ({"num_key_value_heads": 3}, "num_key_value_heads must divide num_attention_heads, got 3"),
+        ({"pad_token_id": 64}, "pad_token_id must be less than vocab_size, which is 64, or left"),
     ],
 )
 def test_a_config_that_no_model_can_be_made_of_is_refused_and_says_why(
@@ -64,6 +65,19 @@ def test_a_division_by_zero_in_a_familys_class_is_refused_too(tmp_path: Path) ->
     values = json.loads(file.read_bytes()) | {"num_attention_heads": 0}
     file.write_text(json.dumps({name: v for name, v in values.items() if name != "head_dim"}))
     with pytest.raises(ModelConfigError, match="by zero"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("kinds", [None, ["full_attention"] * 2])
+def test_a_mistral_that_transformers_takes_for_another_family_is_refused(
+    tmp_path: Path, kinds: list[str] | None
+) -> None:
+    """Ministral 8B is of type mistral, with `layer_types`; mistral's class would ignore them."""
+    file = save_base(tmp_path, kind="mistral") / "config.json"
+    read_model_config(tmp_path)
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | {"layer_types": kinds}))
+    assert AutoConfig.from_pretrained(tmp_path).model_type == "ministral"
+    with pytest.raises(ModelConfigError, match="layer_types must be left out in a model of type"):
         read_model_config(tmp_path)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from forgemq_trainer.core.precision import STATIC_ROTARY_TYPES
+from forgemq_trainer.model_config import REFUSALS
 
 EXACT_LAYERS = ("full_attention", "sliding_attention")
 """Layer types in which a token sees ancestors alone: all of them, or the nearest."""
@@ -56,7 +57,7 @@ def contents_of_class(config: Any) -> list[str]:  # noqa: ANN401  # a configurat
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (ValueError, ImportError, AttributeError, KeyError) as error:
+    except (*REFUSALS, ImportError) as error:
         return [*contents_of_configuration(config), f"no causal language model: {error}"]
     return [*contents_of_configuration(config), *contents_of_modules(model)]
 
@@ -69,6 +70,8 @@ def _fields(config: object) -> Iterator[str]:
     for name, why in OFF.items():
         if value := getattr(config, name, None):
             yield f"{name} must be off, got {value}: {why}"
+    if not getattr(config, "is_causal", True):
+        yield "is_causal must be true, got false: a token would see what comes after it"
     for name in FACTORS:
         if (value := getattr(config, name, None)) not in (None, 1, 1.0):
             yield f"{name} must be 1, got {value}: the head multiplies weights alone"

@@ -46,6 +46,7 @@ _SIGMOID = "its class has no other"
 RULES = (
     Rule(("llama",), "mlp_bias", OFF, "SGLang's MLP has no biases, and leaves them out"),
     Rule(("llama", "mistral"), "bias", OFF, _BIAS),
+    Rule(("llama", "mistral"), "rope_is_neox_style", (None, True), "only SGLang reads it"),
     Rule(("mistral",), "attention_bias", OFF, _BIAS),
     Rule(("deepseek_v3",), "attention_bias", OFF, "SGLang's attention has none, and leaves it out"),
     Rule(("deepseek_v3",), "moe_layer_freq", ONE, "its class has experts in every layer"),
@@ -137,6 +138,13 @@ def _scaled(rotary: Mapping[str, Any]) -> Iterator[str]:
         if (value := rotary.get(name)) not in allowed:
             wanted = "left out" if allowed == (None,) else allowed[-1]
             yield f"{name} of a yarn rotary embedding must be {wanted}, got {value}: {_YARN}"
+    scales = [rotary.get(name) for name in ("mscale", "mscale_all_dim")]
+    if scales != [None, None] and not all(scales):
+        yield (
+            "mscale and mscale_all_dim of a yarn rotary embedding must both be left out or neither "
+            f"be 0 or left out, got {scales[0]} and {scales[1]}: transformers ignores them "
+            "otherwise, and SGLang does not"
+        )
 
 
 def _by_layer(rotary: object) -> dict[str, Mapping[str, Any]]:

@@ -22,6 +22,8 @@ REFUSALS = (
     TypeError,
     AttributeError,
     ArithmeticError,
+    AssertionError,
+    RuntimeError,
 )
 """What transformers raises of a config.json that its classes do not take."""
 
@@ -88,6 +90,12 @@ def model_config(content: bytes) -> Any:  # noqa: ANN401  # as above
             f"model_type must be a family of the installed transformers, got {kind!r}; code that a "
             "model's folder brings along is never run"
         )
+    if kind == "mistral" and "layer_types" in values:
+        raise ModelConfigError(
+            f"layer_types must be left out in a model of type mistral, got {values['layer_types']}:"
+            " transformers takes such a model for ministral, whose layers differ, and no test "
+            "compares that family with per-request training"
+        )
     try:
         return CONFIG_MAPPING[kind].from_dict(values)
     except REFUSALS as error:
@@ -136,9 +144,20 @@ def check_sizes(config: object) -> None:
         raise ModelConfigError(
             f"num_key_value_heads must divide num_attention_heads, got {key_heads} and {heads}"
         )
+    _check_padding(config, vocabulary=sizes.get("vocab_size"))
     _check_latent(sizes)
     _check_window(config)
     _check_experts(config)
+
+
+def _check_padding(config: object, *, vocabulary: int | None) -> None:
+    """Refuse a token of padding that the embedding has not, as a larger tokenizer may have."""
+    token = getattr(config, "pad_token_id", None)
+    if isinstance(token, int) and vocabulary is not None and not -vocabulary <= token < vocabulary:
+        raise ModelConfigError(
+            f"pad_token_id must be less than vocab_size, which is {vocabulary}, or left out, got "
+            f"{token}"
+        )
 
 
 def _check_latent(sizes: Mapping[str, int]) -> None:
