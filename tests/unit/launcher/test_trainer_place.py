@@ -129,11 +129,42 @@ def test_a_run_on_this_machine_gets_a_budget_that_fits_it() -> None:
     assert bounded.trainer.memory_budget_bytes < 10**15
 
 
+def _write_header(file: Path, shapes: dict[str, list[int]]) -> None:
+    """A file of weights that has only a header."""
+    entries = {
+        name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}
+        for name, shape in shapes.items()
+    }
+    header = msgspec.json.encode(entries)
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def test_only_the_tensors_that_the_trainer_loads_are_counted(tmp_path: Path) -> None:
+    """Not a tied head, layers past the last, weights in a second form, nor adapters of experts."""
+    config = {"num_hidden_layers": 2, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    mlp = "model.layers.{}.mlp.{}.gate_proj.weight"
+    first = {"model.embed_tokens.weight": [64, 32], "lm_head.weight": [64, 32]}
+    first |= {mlp.format(0, "experts.7"): [24, 32], mlp.format(1, "shared_experts"): [24, 32]}
+    second = {mlp.format(2, "shared_experts"): [24, 32], "model.layers.2.eh_proj.weight": [32, 64]}
+    _write_header(tmp_path / "model-1.safetensors", first)
+    _write_header(tmp_path / "model-2.safetensors", second)
+    _write_header(tmp_path / "consolidated.safetensors", {"tok_embeddings.weight": [64, 32]})
+    named = dict.fromkeys(first, "model-1.safetensors") | dict.fromkeys(
+        second, "model-2.safetensors"
+    )
+    index = msgspec.json.encode({"metadata": {}, "weight_map": named})
+    (tmp_path / "model.safetensors.index.json").write_bytes(index)
+    assert parameters_of(tmp_path) == (64 + 24 + 24) * 32
+    assert adapter_parameters_of(tmp_path, Lora(rank=4, targets=("gate_proj",))) == 4 * (24 + 32)
+    config = {"num_hidden_layers": 3, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    assert parameters_of(tmp_path) == (64 + 64 + 3 * 24 + 64) * 32
+
+
 def test_a_draft_head_that_leaves_nothing_finds_no_budget(tmp_path: Path) -> None:
     """The file of a head has only a header here, of 10^12 values."""
-    entry = {"fc.weight": {"dtype": "F32", "shape": [10**6, 10**6], "data_offsets": [0, 0]}}
-    header = msgspec.json.encode(entry)
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    _write_header(tmp_path / "model.safetensors", {"fc.weight": [10**6, 10**6]})
     huge = msgspec.structs.replace(RUN.trainer, memory_budget_bytes=10**15)
     run = msgspec.structs.replace(RUN, trainer=huge)
     guessing = msgspec.structs.replace(run, speculation=Speculation(head=str(tmp_path)))

@@ -1,8 +1,10 @@
 """Finds a device and a memory budget for the trainer of a run, if the user names none."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -25,6 +27,12 @@ from forgemq_settings.memory import available_memory_bytes
 
 DEVICE = "FORGEMQ_TRAINER_DEVICE"
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+"""A decoder layer in the name of a stored tensor, by its number."""
 
 
 def device_of(configuration: RunConfiguration, environ: Mapping[str, str]) -> str:
@@ -74,16 +82,25 @@ def with_budget(
 
 
 def parameters_of(folder: Path) -> int:
-    """Parameters in a model's safetensors files, by their headers."""
+    """Parameters of the model in a folder, by the headers of its files.
+
+    What else the files have is not the trainer's: the head of a model that ties it, as that of
+    Qwen3-0.6B, layers that predict several tokens ahead, and the same weights in another form.
+    """
     return sum(math.prod(shape) for _, shape in _shapes(folder))
 
 
 def adapter_parameters_of(folder: Path, lora: Lora) -> int:
-    """Parameters of the adapters that a run trains of a model, by the headers of its files."""
+    """Parameters of the adapters that a run trains of a model, by the headers of its files.
+
+    Experts have none, however they are stored.
+    """
     return sum(
         lora.rank * sum(shape)
         for name, shape in _shapes(folder)
-        if name.removesuffix(".weight").rpartition(".")[2] in lora.targets and len(shape) == 2
+        if name.removesuffix(".weight").rpartition(".")[2] in lora.targets
+        and len(shape) == 2
+        and ".experts." not in name
     )
 
 
@@ -102,12 +119,14 @@ def _memory(configuration: RunConfiguration, *, free_bytes: int, device: str) ->
 
 
 def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the tensors in a model's safetensors files.
+    """Names and shapes of the tensors that make the model in a folder.
 
     Raises:
-        ConfigurationError: names a file without a whole header.
+        ConfigurationError: names a file without a whole header, or one that cannot be read as what
+            its name says.
     """
-    for file in folder.glob("*.safetensors"):
+    config = _decoded(folder / CONFIG_FILE, type=_Config)
+    for file in _files(folder):
         try:
             with file.open("rb") as opened:
                 start = opened.read(8)
@@ -118,8 +137,51 @@ def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
                 f"{file} is no safetensors file, or was copied in part: {error}"
             ) from error
         for name, tensor in tensors.items():
-            if name != "__metadata__":
+            if name != "__metadata__" and config.has(name):
                 yield name, tensor.shape
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that the trainer reads of a folder: one, or those of an index."""
+    if (folder / WEIGHTS_FILE).is_file():
+        return [folder / WEIGHTS_FILE]
+    named = set(_decoded(folder / INDEX_FILE, type=_Index).weight_map.values())
+    # A file that is named and absent the trainer refuses by its name.
+    return [file for file in sorted(folder.glob("*.safetensors")) if file.name in named]
+
+
+Decoded = TypeVar("Decoded", bound=msgspec.Struct)
+
+
+def _decoded(file: Path, *, type: type[Decoded]) -> Decoded:
+    """What a file of JSON has of a type's fields; their defaults if there is no such file."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=type)
+    except FileNotFoundError:
+        return type()
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(f"{file}: {error}") from error
+
+
+class _Config(msgspec.Struct, frozen=True):
+    """What is read of a config.json to know the model's own tensors."""
+
+    num_hidden_layers: int | None = None
+    tie_word_embeddings: bool | None = None
+
+    def has(self, name: str) -> bool:
+        """Whether a stored tensor is one of the model's parameters."""
+        if name == "lm_head.weight":
+            return not self.tie_word_embeddings
+        layer = LAYER.search(name)
+        count = self.num_hidden_layers
+        return layer is None or count is None or int(layer.group(1)) < count
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """An index of the files that a model is stored in."""
+
+    weight_map: dict[str, str] = {}
 
 
 class _Tensor(msgspec.Struct, frozen=True):
