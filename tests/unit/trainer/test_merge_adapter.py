@@ -11,7 +11,7 @@ from forgemq_contracts.lora import Lora
 from forgemq_trainer.core.low_rank import factor_names
 from forgemq_trainer.merge_adapter import MergeError, merge_adapter
 from forgemq_trainer.storage.adapters import ADAPTER_FILE, model_sha256, write_adapter
-from tests.unit.trainer.scene import save_base
+from tests.unit.trainer.scene import make_model, save_base
 
 LAYER = "model.layers.0.self_attn.q_proj"
 """[32, 32] in the tiny model."""
@@ -45,7 +45,7 @@ def _set(adapter: Path, **settings: object) -> None:
 def test_settings_of_peft_that_change_nothing_are_merged(tmp_path: Path) -> None:
     adapter = _adapter(tmp_path)
     off = {"use_rslora": False, "rank_pattern": {}, "modules_to_save": None, "revision": None}
-    off |= {"init_lora_weights": "gaussian"}
+    off |= {"init_lora_weights": "gaussian", "target_modules": r".*\.q_proj"}
     _set(adapter, **off)
     assert merge_adapter(adapter, tmp_path / "merged") == 1
     found, base = (load_file(tmp_path / each / "model.safetensors") for each in ("merged", "base"))
@@ -91,6 +91,9 @@ def test_an_adapter_that_names_no_checksum_is_merged_as_one_of_peft(tmp_path: Pa
         {"modules_to_save": ["lm_head"]},
         {"bias": "all"},
         {"r": 0},
+        {"alora_invocation_tokens": [5, 7]},
+        {"use_qalora": True},
+        {"peft_type": "ADALORA"},
         {"init_lora_weights": "pissa_niter_4"},
         {"init_lora_weights": "olora"},
     ],
@@ -117,6 +120,52 @@ def test_factors_of_another_shape_than_the_layer_are_refused(
     with pytest.raises(MergeError, match=rf"{LAYER}.weight of the base model has shape \(32, 32\)"):
         merge_adapter(adapter, tmp_path / "merged")
     assert {path.name for path in tmp_path.iterdir()} == {"adapter", "base"}
+
+
+def test_factors_of_another_rank_than_the_settings_say_are_refused(tmp_path: Path) -> None:
+    adapter = _adapter(tmp_path)
+    _set(adapter, r=4)
+    with pytest.raises(MergeError, match=rf"{LAYER}.lora_A.weight has 2 rows, .* has r 4"):
+        merge_adapter(adapter, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("left", ["lm_head.weight", f"{LAYER}.lora_E", LAYER.replace("0", "9")])
+def test_a_tensor_that_is_no_factor_of_a_layer_is_refused_by_name(
+    tmp_path: Path, left: str
+) -> None:
+    adapter = _as_of_peft(_adapter(tmp_path))
+    tensors = load_file(adapter / ADAPTER_FILE)
+    save_file({**tensors, left: torch.zeros(2, 2)}, adapter / ADAPTER_FILE)
+    with pytest.raises(MergeError, match=rf"has {left}, which with another is no pair of factors"):
+        merge_adapter(adapter, tmp_path / "merged")
+    save_file({}, adapter / ADAPTER_FILE)
+    with pytest.raises(MergeError, match=r"adapter_model\.safetensors has no tensors"):
+        merge_adapter(adapter, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_weights_in_another_form_are_neither_merged_nor_copied(tmp_path: Path) -> None:
+    """As Mistral's folders hold them, and as a base model in shards lies beside others."""
+    adapter = _as_of_peft(_adapter(tmp_path))
+    base = tmp_path / "base"
+    make_model("qwen3", torch.float32).save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    weights = load_file(base / "model.safetensors")
+    (base / "model.safetensors").rename(base / "consolidated.safetensors")
+    (base / "consolidated.00.pth").write_bytes(b"others")
+    for file in (tmp_path / "shards").glob("model*"):
+        file.rename(base / file.name)
+    assert merge_adapter(adapter, tmp_path / "merged") == 1
+    merged = tmp_path / "merged"
+    left_out = {"consolidated.safetensors", "consolidated.00.pth"}
+    assert {file.name for file in base.iterdir()} - left_out == {f.name for f in merged.iterdir()}
+    found = {}
+    for file in merged.glob("*.safetensors"):
+        found |= load_file(file)
+    torch.testing.assert_close(found[f"{LAYER}.weight"], weights[f"{LAYER}.weight"] + 4)
+    next(base.glob("model-00002*")).unlink()
+    with pytest.raises(MergeError, match=r"base has no weights: .* names model-00002"):
+        merge_adapter(adapter, tmp_path / "again")
 
 
 def test_a_damaged_file_of_adapter_or_base_is_refused(tmp_path: Path) -> None:

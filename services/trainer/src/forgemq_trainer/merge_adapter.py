@@ -15,41 +15,70 @@ from torch import Tensor
 
 from forgemq_trainer.core.low_rank import factor_names, merged_weight
 from forgemq_trainer.storage.adapters import (
+    ADAPTER_FILE,
     SETTINGS_FILE,
-    AdapterSettings,
     model_sha256,
     named_base_sha256,
     read_adapter,
 )
 from forgemq_trainer.storage.folders import write_folder
+from forgemq_trainer.storage.tensor_files import StoredTensorsError, tensors_of_folder
 
 
 class MergeError(Exception):
     """The folder or the base model does not allow it; says what and which."""
 
 
-class _PeftSettings(AdapterSettings, frozen=True, kw_only=True):
-    """Settings with which peft computes or trains more than alpha / r times B A, or beside what."""
+class _PeftSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of peft's settings.
 
-    use_rslora: object = None
-    use_dora: object = None
-    rank_pattern: object = None
-    alpha_pattern: object = None
-    modules_to_save: object = None
-    layer_replication: object = None
-    fan_in_fan_out: object = None
+    `target_modules` is not: a list, a pattern or nothing, it says where the factors are, and their
+    names say it too.
+    """
+
+    base_model_name_or_path: str
+    r: int
+    lora_alpha: float
+    bias: str = "none"
+    peft_type: str = "LORA"
     init_lora_weights: object = True
+    alora_invocation_tokens: object = None
+    alpha_pattern: object = None
+    arrow_config: object = None
+    fan_in_fan_out: object = None
+    layer_replication: object = None
+    lora_bias: object = None
+    modules_to_save: object = None
+    rank_pattern: object = None
+    use_bdlora: object = None
+    use_dora: object = None
+    use_qalora: object = None
+    use_rslora: object = None
 
 
 INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Those of peft that leave the base model as it is. The others take B A from its weights, so that
 the adapter belongs to what is left of them and not to the model that it names."""
 
+WEIGHT_SUFFIXES = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
+"""Of files that are not copied: what is not among the model's own weights is not merged either."""
+
 _OFF = (
-    set(_PeftSettings.__struct_fields__)
-    - set(AdapterSettings.__struct_fields__)
-    - {"init_lora_weights"}
+    "alora_invocation_tokens",
+    "alpha_pattern",
+    "arrow_config",
+    "fan_in_fan_out",
+    "layer_replication",
+    "lora_bias",
+    "modules_to_save",
+    "rank_pattern",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+    "use_rslora",
 )
+"""Settings with which peft computes or trains more than alpha / r times B A, for some of the tokens
+alone, or beside what."""
 
 
 def merge_adapter(adapter: Path, folder: Path) -> int:
@@ -66,33 +95,46 @@ def merge_adapter(adapter: Path, folder: Path) -> int:
         raise MergeError(f"{folder} exists; name another folder")
     settings, factors = _read(adapter)
     base = Path(settings.base_model_name_or_path)
-    files = sorted(base.glob("*.safetensors"))
-    if not files:
-        raise MergeError(
-            f"{adapter / SETTINGS_FILE}: base_model_name_or_path {base} has no weights"
-        )
+    files = _files(adapter, base)
     _check_base(adapter, base)
+    left = dict(factors)
     merged = 0
 
     def fill(draft: Path) -> None:
         nonlocal merged
         for path in sorted(base.iterdir()):
-            if path.is_file() and path not in files and not path.name.startswith("."):
+            is_copied = path.suffix not in WEIGHT_SUFFIXES and not path.name.startswith(".")
+            if path.is_file() and is_copied:
                 shutil.copyfile(path, draft / path.name)
         for path in files:
             try:
                 tensors = load_file(path)
             except SafetensorError as error:
                 raise MergeError(f"{path}: {error}") from error
-            merged += _merge(tensors, factors, scale=settings.lora_alpha / settings.r)
+            merged += _merge(tensors, left, settings=settings)
             save_file(tensors, draft / path.name, metadata={"format": "pt"})
-        if 2 * merged != len(factors):
+        if left:
             raise MergeError(
-                f"{adapter} is for {len(factors) // 2} layers, of which {base} has {merged}"
+                f"{adapter} has {next(iter(left))}, which with another is no pair of factors of a "
+                f"layer of {base}"
             )
 
     write_folder(folder, fill)
     return merged
+
+
+def _files(adapter: Path, base: Path) -> list[Path]:
+    """The files of the base model's weights.
+
+    Raises:
+        MergeError: it has none, or not all that its index names.
+    """
+    try:
+        return sorted({stored.file for stored in tensors_of_folder(base).values()})
+    except StoredTensorsError as error:
+        raise MergeError(
+            f"{adapter / SETTINGS_FILE}: base_model_name_or_path {base} has no weights: {error}"
+        ) from error
 
 
 def _check_base(adapter: Path, base: Path) -> None:
@@ -105,7 +147,7 @@ def _check_base(adapter: Path, base: Path) -> None:
         )
 
 
-def _read(adapter: Path) -> tuple[AdapterSettings, dict[str, Tensor]]:
+def _read(adapter: Path) -> tuple[_PeftSettings, dict[str, Tensor]]:
     """An adapter's settings and factors.
 
     Raises:
@@ -116,9 +158,10 @@ def _read(adapter: Path) -> tuple[AdapterSettings, dict[str, Tensor]]:
         factors = read_adapter(adapter)
     except (OSError, msgspec.MsgspecError, SafetensorError) as error:
         raise MergeError(f"{adapter} has no adapter: {error}") from error
-    used = [name for name in sorted(_OFF) if getattr(settings, name)]
-    if settings.r < 1 or settings.bias != "none":
-        used.append("r" if settings.r < 1 else "bias")
+    used = [name for name in _OFF if getattr(settings, name)]
+    wanted = {"r": settings.r >= 1, "bias": settings.bias == "none"}
+    wanted["peft_type"] = settings.peft_type == "LORA"
+    used += [name for name, is_so in wanted.items() if not is_so]
     if used:
         raise MergeError(
             f"{adapter / SETTINGS_FILE}: {used[0]} is {getattr(settings, used[0])!r}: only an "
@@ -129,27 +172,40 @@ def _read(adapter: Path) -> tuple[AdapterSettings, dict[str, Tensor]]:
             f"{adapter / SETTINGS_FILE}: init_lora_weights is {name!r}: such an adapter was "
             "trained beside a changed base model, which is not the one that it names"
         )
+    if not factors:
+        raise MergeError(f"{adapter / ADAPTER_FILE} has no tensors")
     return settings, factors
 
 
-def _merge(tensors: dict[str, Tensor], factors: dict[str, Tensor], *, scale: float) -> int:
+def _merge(
+    tensors: dict[str, Tensor], factors: dict[str, Tensor], *, settings: _PeftSettings
+) -> int:
     """Add the factors' products to these tensors, in place; returns to how many.
 
+    Args:
+        tensors: Of the base model.
+        factors: Of the adapter; those that are used are taken out.
+        settings: Of the adapter.
+
     Raises:
-        MergeError: a product has another shape than its tensor.
+        MergeError: a product has another shape than its tensor, or another rank than the adapter.
     """
     merged = 0
     for name, tensor in tensors.items():
         a_name, b_name = factor_names(name.removesuffix(".weight"))
         if a_name in factors and b_name in factors:
-            a, b = factors[a_name], factors[b_name]
+            a, b = factors.pop(a_name), factors.pop(b_name)
             made = (*b.shape[:1], *a.shape[1:])
             if made != tensor.shape or b.shape[1:] != a.shape[:1]:
                 raise MergeError(
                     f"{name} of the base model has shape {tuple(tensor.shape)}, the adapter's "
                     f"factors are {tuple(a.shape)} and {tuple(b.shape)}"
                 )
-            tensors[name] = merged_weight(tensor, a, b, scale=scale)
+            if len(a) != settings.r:
+                raise MergeError(
+                    f"{a_name} has {len(a)} rows, and {SETTINGS_FILE} has r {settings.r}"
+                )
+            tensors[name] = merged_weight(tensor, a, b, scale=settings.lora_alpha / settings.r)
             merged += 1
     return merged
 
