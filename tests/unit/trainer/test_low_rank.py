@@ -156,6 +156,14 @@ def test_a_target_that_is_no_linear_layer_is_refused_by_name() -> None:
         add_adapters(make_model("qwen3_moe", torch.float32), Lora(rank=4))
 
 
+@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("target", MLP_TARGETS)
+def test_an_mlp_beside_experts_gets_no_adapter(kind: str, target: AdapterTarget) -> None:
+    """Both families have a dense first layer, and an MLP that all tokens share in the others."""
+    with pytest.raises(ValueError, match=rf"^lora\.targets: {target} is no .* has o_proj \(in a"):
+        adapted(kind, torch.float32, "o_proj", target)
+
+
 def test_frozen_weights_cost_no_gradient_in_the_formula() -> None:
     """6 W t + 14 Q L p + 8 H V r becomes (4 W + 6 A) t + 14 Q L p + 6 H V r."""
     loaded = adapted("qwen3", torch.float32, "q_proj", "down_proj")

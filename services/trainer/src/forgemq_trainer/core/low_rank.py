@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from forgemq_contracts.lora import AdapterTarget, Lora
+from forgemq_contracts.lora import ATTENTION_TARGETS, MLP_TARGETS, AdapterTarget, Lora
 
 _KEY = "base_model.model.{layer}.lora_{factor}.weight"
 """Names a factor as the package peft writes it; SGLang reads these names."""
@@ -91,20 +91,25 @@ def add_adapters(model: nn.Module, lora: Lora, *, dtype: torch.dtype | None = No
         Sizes of the adapters.
 
     Raises:
-        ValueError: A target is no linear layer of this model.
+        ValueError: A target is no linear layer of this model, or of an MLP beside experts.
     """
     model.requires_grad_(requires_grad=False)
+    # An MLP that all tokens share, or of the first layers, is not trained beside frozen experts: no
+    # test has compared it, and what SGLang does with its adapter nobody has tried.
+    is_mixture = any(name.endswith(".experts") for name, _ in model.named_modules())
+    known = ATTENTION_TARGETS if is_mixture else ATTENTION_TARGETS + MLP_TARGETS
     found = {
         name: module
         for name, module in model.named_modules()
-        if name.rpartition(".")[2] in lora.targets and isinstance(module, nn.Linear)
+        if name.rpartition(".")[2] in {*lora.targets} & {*known} and isinstance(module, nn.Linear)
     }
     has = {name.rpartition(".")[2] for name in found}
     for target in lora.targets:
         if target not in has:
             raise ValueError(
                 f"lora.targets: {target} is no linear layer of {type(model).__name__}; of these it "
-                f"has {', '.join(sorted(has)) or 'none'} (experts are one tensor, no linear layer)"
+                f"has {', '.join(sorted(has)) or 'none'} (in a mixture of experts only attention "
+                "has adapters)"
             )
     parameters = 0
     for name, linear in found.items():
