@@ -320,6 +320,10 @@ def test_a_target_that_the_planned_model_lacks_is_refused_by_name():
         ),
         (("--gpu", "h100", "--episode", "turns=9"), "tokens are more than the context_tokens_max"),
         (("--gpu", "h100", "--config", "nowhere"), "--config: there is no nowhere"),
+        (
+            ("--gpu", "h100", "trainer.tree_tokens_max=100000000"),
+            "queues.shop_desk: a group of 99,731,478 tokens is not planned, at most 10,000,000",
+        ),
         (("--gpu", "h100", "trainer.ranks=2"), "trainer.ranks: no such key"),
     ],
 )

@@ -111,6 +111,11 @@ class GroupTokens(Struct, frozen=True, kw_only=True):
         return self.shared + self.episodes * self.own
 
 
+def usual_group(shape: EpisodeShape, *, episodes: int) -> GroupTokens:
+    """A group of so many usual episodes."""
+    return GroupTokens(shared=shape.prompt, own=shape.own_tokens, episodes=episodes)
+
+
 def largest_group(queue: Queue, configuration: RunConfiguration, *, turns: int) -> GroupTokens:
     """The largest group of a queue: every episode fills the context.
 

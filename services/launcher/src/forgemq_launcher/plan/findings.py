@@ -10,6 +10,7 @@ from forgemq_launcher.core.engine_families import FamilyConfig, check_family, ch
 from forgemq_launcher.core.engine_spread import ModelSizes, check_spread
 from forgemq_launcher.core.trainer_place import HOST_SHARE
 from forgemq_launcher.placement import gpus_of_engines
+from forgemq_launcher.plan.episodes import usual_group
 from forgemq_launcher.plan.run_plan import PlannedRun, RunPlan
 from forgemq_launcher.plan.trainer_memory import TrainerMemory
 
@@ -20,6 +21,7 @@ def reasons(run: PlannedRun, plan: RunPlan) -> tuple[str, ...]:
         *_model_reasons(plan),
         *_placement_reasons(run),
         *_trainer_reasons(plan),
+        *(_failing_groups(run, plan) if run.episode else ()),
         *_group_reasons(plan),
         *_engine_reasons(run, plan),
         *_family_reasons(run),
@@ -100,6 +102,19 @@ def _more(memory: TrainerMemory) -> str:
     return "trainer.shard_ranks" if is_divided else "trainer.world_size"
 
 
+def _failing_groups(run: PlannedRun, plan: RunPlan) -> Iterator[str]:
+    """Queues whose usual groups never train, since their trees are larger than a tree may be."""
+    limit = run.configuration.trainer.tree_tokens_max
+    for planned in plan.queues:
+        queue = planned.queue
+        tokens = usual_group(planned.shape, episodes=queue.group_size).tokens
+        if limit is not None and tokens > limit:
+            yield (
+                f"a group of {queue.group_size} such episodes of {queue.domain} has {tokens:,} "
+                f"tokens, and the merger fails one of more than trainer.tree_tokens_max = {limit:,}"
+            )
+
+
 def _group_reasons(plan: RunPlan) -> Iterator[str]:
     if not plan.trainer.budget_bytes:
         return  # The weights alone do not fit: no budget that a file may name helps a group.
@@ -173,6 +188,7 @@ def _notes(run: PlannedRun, plan: RunPlan) -> Iterator[str]:
             "no --episode was stated, so the step has episodes of one turn that fill the context; "
             "a group whose episodes have several turns may be larger, as they may share nothing"
         )
+        yield from _failing_groups(run, plan)
     if machines.device is None:
         yield "there is no GPU, so engines and seconds are not planned"
     elif ranks > machines.gpus:

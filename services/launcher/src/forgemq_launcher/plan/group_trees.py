@@ -2,7 +2,7 @@
 
 from forgemq_contracts.arrays import pack_floats, pack_ids
 from forgemq_contracts.trees import MergedTree
-from forgemq_launcher.plan.episodes import EpisodeShape, GroupTokens
+from forgemq_launcher.plan.episodes import EpisodeShape, GroupTokens, usual_group
 
 VOCABULARY = 1024
 """Token ids are below it; the bytes of a tree do not depend on them."""
@@ -24,8 +24,7 @@ def usual_tree(shape: EpisodeShape, *, episodes: int, routes: int = 0) -> Merged
     """
     each = shape.sampled + shape.observed
     turns = [(turn * each, turn * each + shape.sampled) for turn in range(shape.turns)]
-    group = GroupTokens(shared=shape.prompt, own=shape.own_tokens, episodes=episodes)
-    return _tree(group, turns, routes=routes)
+    return _tree(usual_group(shape, episodes=episodes), turns, routes=routes)
 
 
 def _tree(group: GroupTokens, turns: list[tuple[int, int]], *, routes: int = 0) -> MergedTree:

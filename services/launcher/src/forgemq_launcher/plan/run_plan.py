@@ -21,7 +21,14 @@ from forgemq_contracts.trainer_plan import (
 )
 from forgemq_launcher.plan.engine_memory import EngineMemory, engine_memory
 from forgemq_launcher.plan.episode_records import PlannedQueue
-from forgemq_launcher.plan.episodes import GroupTokens, episode_of, largest_group
+from forgemq_launcher.plan.episodes import (
+    EpisodesError,
+    EpisodeShape,
+    GroupTokens,
+    episode_of,
+    largest_group,
+    usual_group,
+)
 from forgemq_launcher.plan.group_trees import largest_tree, usual_tree
 from forgemq_launcher.plan.host_memory import (
     HostMemory,
@@ -33,6 +40,9 @@ from forgemq_launcher.plan.log_bytes import TopicBytes, step_bytes
 from forgemq_launcher.plan.machines import Machines
 from forgemq_launcher.plan.step_seconds import Planned, StepSeconds, step_seconds
 from forgemq_launcher.plan.trainer_memory import TrainerMemory, trainer_memory
+
+GROUP_TOKENS_MAX = 10_000_000
+"""Of a group's tree. The planner makes it, at 350 bytes a token, and 1 kB more of expert routes."""
 
 Ask = Callable[[PlanQuestion], PlanAnswer]
 """Asks the trainer."""
@@ -93,6 +103,8 @@ def plan_of(run: PlannedRun, ask: Ask) -> RunPlan:
     shapes = [
         episode_of(run.episode, queue, run.configuration) for queue in run.configuration.queues
     ]
+    for shape, queue in zip(shapes, run.configuration.queues, strict=True):
+        _check_group(shape, queue, run.configuration)
     model = _model(run, ask)
     queues = tuple(
         PlannedQueue(queue=queue, shape=shape, routes=model.layers * model.experts_per_token)
@@ -136,6 +148,22 @@ def plan_of(run: PlannedRun, ask: Ask) -> RunPlan:
         log=log,
         seconds=seconds,
     )
+
+
+def _check_group(shape: EpisodeShape, queue: Queue, configuration: RunConfiguration) -> None:
+    """Refuse groups whose trees would fill this machine's memory.
+
+    Raises:
+        EpisodesError: names the fields that a group's tokens follow from.
+    """
+    usual = usual_group(shape, episodes=queue.group_size)
+    planned = (usual, *_largest(queue, configuration, turns=shape.turns))
+    if (tokens := max(group.tokens for group in planned)) > GROUP_TOKENS_MAX:
+        raise EpisodesError(
+            f"queues.{queue.domain}: a group of {tokens:,} tokens is not planned, at most "
+            f"{GROUP_TOKENS_MAX:,} are: trainer.tree_tokens_max bounds the largest group, and "
+            "--episode states a usual one"
+        )
 
 
 def _model(run: PlannedRun, ask: Ask) -> PlannedModel:
@@ -190,8 +218,14 @@ def largest_groups(
     planned: PlannedQueue, configuration: RunConfiguration
 ) -> tuple[GroupTokens, ...]:
     """The largest group that rollouts of this queue make, and one of the most tokens that train."""
-    queue, limit = planned.queue, configuration.trainer.tree_tokens_max
-    largest = largest_group(queue, configuration, turns=planned.shape.turns)
+    return _largest(planned.queue, configuration, turns=planned.shape.turns)
+
+
+def _largest(
+    queue: Queue, configuration: RunConfiguration, *, turns: int
+) -> tuple[GroupTokens, ...]:
+    limit = configuration.trainer.tree_tokens_max
+    largest = largest_group(queue, configuration, turns=turns)
     if limit is None:
         return (largest,)
     limited = _limited(queue, configuration, limit=limit)
