@@ -2,6 +2,7 @@
 
 import pytest
 
+from forgemq_launcher.core.config_fields import fields_of
 from forgemq_launcher.core.engine_families import FamilyConfig, Rotary, check_family
 
 LINEAR = Rotary(type="linear", factor=4.0)
@@ -55,3 +56,13 @@ def test_what_the_engine_computes_is_taken(config: FamilyConfig, *, has_gpu: boo
 def test_what_the_engine_leaves_out_is_refused(config: FamilyConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_family(config, context_tokens_max=4096, has_gpu=False)
+
+
+def test_a_field_that_is_null_is_as_left_out_and_one_of_another_type_is_named() -> None:
+    config = b'{"model_type": "llama", "use_sliding_window": null, "sliding_window": null}'
+    assert fields_of(config, FamilyConfig) == FamilyConfig(model_type="llama")
+    for damaged in (b'{"sliding_window": "4k"}', b"[]", b"{"):
+        with pytest.raises(ValueError, match=r"^the model's config\.json: "):
+            fields_of(damaged, FamilyConfig)
+    with pytest.raises(ValueError, match=r"got `str` - at `\$\.sliding_window`"):
+        fields_of(b'{"sliding_window": "4k"}', FamilyConfig)

@@ -81,6 +81,23 @@ def test_a_mistral_that_transformers_takes_for_another_family_is_refused(
         read_model_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("gemma3", "its text model alone, saved as gemma3_text, is supported"),
+        ("qwen3_vl", "no test compares this family with per-request training"),
+        ("t5", "no test compares this family with per-request training"),
+    ],
+)
+def test_a_plan_of_a_model_without_the_sizes_of_a_decoder_names_its_family(
+    kind: str, reason: str
+) -> None:
+    planned = answer(AskedModel(config=json.dumps({"model_type": kind}).encode()))
+    assert isinstance(planned, RefusedPlan)
+    assert planned.reason.startswith(f"model_type {kind!r} is not supported for tree training: ")
+    assert reason in planned.reason
+
+
 def test_text_that_is_no_config_is_refused(tmp_path: Path) -> None:
     folder = _changed(tmp_path / "model")
     for text in ("", "{", "[]", "null", '{"model_type": ["qwen3"]}'):

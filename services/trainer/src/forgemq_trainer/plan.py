@@ -42,6 +42,7 @@ from forgemq_trainer.draft_head import check_policy, draft_shape
 from forgemq_trainer.families import check_expert_rows, check_head_size, check_supported
 from forgemq_trainer.model import DTYPES
 from forgemq_trainer.model_config import (
+    REFUSALS,
     built,
     model_config,
 )
@@ -80,7 +81,7 @@ def answer(question: PlanQuestion) -> PlannedModel | PlannedStep | RefusedPlan:
     try:
         config = model_config(question.config)
         if isinstance(question, AskedModel):
-            sizes = sizes_of(config, question.lora)
+            sizes = _sizes_or_family(config, question.lora)
             head = _head_parameters(question.config) if question.has_head else 0
             return msgspec.structs.replace(sizes, draft_head=head)
     except SettingsError as error:
@@ -89,6 +90,19 @@ def answer(question: PlanQuestion) -> PlannedModel | PlannedStep | RefusedPlan:
         return step_of(config, question)
     except (SettingsError, InvalidTreeError) as error:
         return PlannedStep(refusal=str(error))
+
+
+def _sizes_or_family(config: Any, lora: Lora | None) -> PlannedModel:  # noqa: ANN401
+    """What `sizes_of` returns; of a family that is refused, and has no such sizes, why it is.
+
+    Raises:
+        SettingsError: as `sizes_of`, or the family is refused.
+    """
+    try:
+        return sizes_of(config, lora)
+    except (SettingsError, *REFUSALS):
+        check_supported(config)
+        raise
 
 
 def sizes_of(config: Any, lora: Lora | None = None) -> PlannedModel:  # noqa: ANN401

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
-import msgspec
-
 from forgemq_contracts.lane_engines import shapes_of
 from forgemq_contracts.run import RunConfiguration
+from forgemq_launcher.core.config_fields import fields_of
 from forgemq_launcher.core.engine_families import FamilyConfig, check_family, check_format
 from forgemq_launcher.core.engine_spread import ModelSizes, check_spread
 from forgemq_launcher.core.trainer_place import HOST_SHARE
@@ -134,21 +133,20 @@ def _engine_reasons(run: PlannedRun, plan: RunPlan) -> Iterator[str]:
                 f"K/V beside {size(engine.weight_bytes)} of weights on each, and an episode may "
                 f"have {context:,}: lanes.tensor_parallel, model.engine_quantization"
             )
-    sizes = msgspec.json.decode(run.config, type=ModelSizes)
     has_blocks = run.configuration.model.engine_quantization == "fp8_blocks"
     for lane in run.configuration.lanes:
         for shape in shapes_of(lane):
             try:
-                check_spread(shape, sizes, has_blocks=has_blocks)
+                check_spread(shape, fields_of(run.config, ModelSizes), has_blocks=has_blocks)
             except ValueError as error:
                 yield str(error)
 
 
 def _family_reasons(run: PlannedRun) -> Iterator[str]:
     """What `forgemq run` refuses of this family's engines."""
-    model, family = run.configuration.model, msgspec.json.decode(run.config, type=FamilyConfig)
-    has_gpu = run.machines.device is not None
+    model, has_gpu = run.configuration.model, run.machines.device is not None
     try:
+        family = fields_of(run.config, FamilyConfig)
         check_format(family.model_type, model.engine_quantization)
         check_family(family, context_tokens_max=model.context_tokens_max, has_gpu=has_gpu)
     except ValueError as error:

@@ -16,6 +16,7 @@ from forgemq_contracts.lane_engines import (
 )
 from forgemq_contracts.lora import publishes_adapters
 from forgemq_contracts.run import RunConfiguration
+from forgemq_launcher.core.config_fields import fields_of
 from forgemq_launcher.core.engine_families import FamilyConfig, check_family, check_format
 from forgemq_launcher.core.engine_spread import ModelSizes, check_spread
 from forgemq_launcher.core.gpus import engine_gpus, visible_gpus
@@ -307,7 +308,7 @@ def _check_family(configuration: RunConfiguration, engines: Sequence[EngineOptio
         return
     try:
         check_family(
-            msgspec.json.decode(config, type=FamilyConfig),
+            fields_of(config, FamilyConfig),
             context_tokens_max=configuration.model.context_tokens_max,
             has_gpu=all(options.has_gpu for options in engines),
         )
@@ -317,7 +318,10 @@ def _check_family(configuration: RunConfiguration, engines: Sequence[EngineOptio
 
 def _sizes(configuration: RunConfiguration) -> ModelSizes:
     config = _model_config(configuration)
-    return ModelSizes() if config is None else msgspec.json.decode(config, type=ModelSizes)
+    try:
+        return ModelSizes() if config is None else fields_of(config, ModelSizes)
+    except ValueError as error:
+        raise MachineError(str(error)) from error
 
 
 def _is_mixture(configuration: RunConfiguration) -> bool:
