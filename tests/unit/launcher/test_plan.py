@@ -334,6 +334,15 @@ def test_what_cannot_be_planned_is_refused_by_name(arguments: tuple[str, ...], e
     assert expected in console.file.getvalue()
 
 
+def test_another_model_than_the_files_is_not_planned_by_the_config_beside_the_file():
+    """Beside the recipe is that of Qwen3-4B, for a folder that is not on this machine."""
+    console = Console(file=io.StringIO(), width=200)
+    recipe = str(ROOT / "deploy/recipes/qwen3-4b/maths.toml")
+    arguments = ("plan", recipe, "--gpu", "h100", "model.path=nowhere/Qwen3-8B")
+    assert run_tool(arguments, environ={}, console=console) == 2
+    assert "nowhere/Qwen3-8B/config.json; --config names the config" in console.file.getvalue()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("memory_gb", "status"), [("24", 0), ("15", 1)])
 def test_the_command_asks_a_process_of_the_trainer_and_ends_with_whether_the_run_fits(

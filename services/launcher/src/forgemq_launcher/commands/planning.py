@@ -77,14 +77,17 @@ def plan_run(
 def config_file(options: argparse.Namespace, configuration: RunConfiguration) -> Path:
     """The model's config.json: as named, of model.path, or beside the run's file.
 
+    The last is that of the file's own model, so it is none for a path that overrides the file's.
+
     Raises:
         ConfigurationError: there is none.
     """
-    places: list[Path] = (
-        [options.config]
-        if options.config
-        else [Path(configuration.model.path) / "config.json", options.file.parent / "config.json"]
+    places: list[Path] = [options.config or Path(configuration.model.path) / "config.json"]
+    is_overridden = any(
+        each.partition("=")[0].strip() == "model.path" for each in options.overrides
     )
+    if not options.config and not is_overridden:
+        places.append(options.file.parent / "config.json")
     found = next((place for place in places if place.is_file()), None)
     if found is None:
         named = "--config" if options.config else "model.path"
