@@ -50,12 +50,39 @@ def test_what_the_engine_computes_is_taken(config: FamilyConfig, *, has_gpu: boo
             ),
             "the model's positions, 1024 .* got 4096: SGLang starts with no longer context",
         ),
+        (
+            FamilyConfig(
+                model_type="llama",
+                max_position_embeddings=1024,
+                rope_scaling=Rotary(
+                    rope_type="linear", factor=4.0, original_max_position_embeddings=256
+                ),
+            ),
+            r"the model's positions, 1024 \(max_position_embeddings in",
+        ),
+        (
+            FamilyConfig(
+                model_type="gemma3_text", max_position_embeddings=1024, rope_scaling=LINEAR
+            ),
+            r"the model's positions, 1024 \(max_position_embeddings in",
+        ),
+        (
+            FamilyConfig(
+                model_type="llama", max_position_embeddings=4096, max_sequence_length=2048
+            ),
+            r"the model's positions, 2048 \(max_sequence_length in",
+        ),
         (FamilyConfig(model_type="gpt_oss"), r"^model.path: .* gpt_oss needs engines on GPUs"),
     ],
 )
 def test_what_the_engine_leaves_out_is_refused(config: FamilyConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_family(config, context_tokens_max=4096, has_gpu=False)
+
+
+def test_positions_without_a_bound_are_a_number_that_is_no_int64() -> None:
+    config = fields_of(b'{"model_type": "llama", "model_max_length": %d}' % 10**30, FamilyConfig)
+    check_family(config, context_tokens_max=4096, has_gpu=False)
 
 
 def test_a_field_that_is_null_is_as_left_out_and_one_of_another_type_is_named() -> None:

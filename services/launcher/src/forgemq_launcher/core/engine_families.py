@@ -17,6 +17,16 @@ ON_GPUS_ONLY = ("gpt_oss",)
 """Families whose sinks its attention on a CPU does not have, with which it does not start."""
 
 
+POSITIONS = (
+    "max_sequence_length",
+    "seq_length",
+    "max_seq_len",
+    "model_max_length",
+    "max_position_embeddings",
+)
+"""Fields of config.json that bound a context for SGLang 0.5.23; the first that is there holds."""
+
+
 class Rotary(Struct, frozen=True, kw_only=True):
     """What is read of the scaling of a rotary embedding."""
 
@@ -25,6 +35,7 @@ class Rotary(Struct, frozen=True, kw_only=True):
     """The name of `rope_type` in older configurations."""
     factor: Any = None
     """Transformers takes what is no number too, and warns."""
+    original_max_position_embeddings: Any = None
 
 
 class FamilyConfig(Struct, frozen=True, kw_only=True):
@@ -33,21 +44,35 @@ class FamilyConfig(Struct, frozen=True, kw_only=True):
     model_type: str = ""
     sliding_window: int | None = None
     use_sliding_window: bool = False
+    max_sequence_length: float | None = None
+    seq_length: float | None = None
+    max_seq_len: float | None = None
+    model_max_length: float | None = None
     max_position_embeddings: int | None = None
     rope_scaling: Rotary | None = None
     rope_parameters: Rotary | None = None
     """The name of `rope_scaling` since transformers 5."""
 
     @property
-    def positions(self) -> int | None:
-        """Tokens of a context at most, as SGLang derives them; None if the file does not say."""
-        if self.max_position_embeddings is None:
+    def positions(self) -> tuple[str, int] | None:
+        """The field with a context's most tokens, and their number, as SGLang derives them.
+
+        None if the file does not say.
+        """
+        named = next((name for name in POSITIONS if getattr(self, name) is not None), None)
+        if named is None:
             return None
+        return named, int(getattr(self, named) * self._stretch)
+
+    @property
+    def _stretch(self) -> float:
+        """What multiplies the positions: of yarn and llama3 they are those with the scaling."""
         rotary = self.rope_parameters or self.rope_scaling or Rotary()
-        # Of yarn and llama3 the model's positions are those with the scaling.
         is_linear = "linear" in (rotary.rope_type, rotary.type)
-        factor = rotary.factor if is_linear and isinstance(rotary.factor, int | float) else 1.0
-        return int(self.max_position_embeddings * factor)
+        # Of Gemma 3 the scaling is that of some layers, where SGLang does not look for it.
+        is_read = self.model_type != "gemma3_text" and not rotary.original_max_position_embeddings
+        is_number = isinstance(rotary.factor, int | float)
+        return float(rotary.factor) if is_linear and is_read and is_number else 1.0
 
     @property
     def window(self) -> int | None:
@@ -67,10 +92,11 @@ def check_family(config: FamilyConfig, *, context_tokens_max: int, has_gpu: bool
     Raises:
         ValueError: names the field and the rule.
     """
-    if config.positions is not None and config.positions < context_tokens_max:
+    named = config.positions
+    if named is not None and named[1] < context_tokens_max:
         raise ValueError(
-            f"model.context_tokens_max must be at most the model's positions, {config.positions} "
-            f"(max_position_embeddings in its config.json), got {context_tokens_max}: SGLang "
+            f"model.context_tokens_max must be at most the model's positions, {named[1]} "
+            f"({named[0]} in its config.json), got {context_tokens_max}: SGLang "
             "starts with no longer context; if the model takes more, write its positions there"
         )
     if config.window is not None and config.window < context_tokens_max:
