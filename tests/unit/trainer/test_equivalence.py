@@ -272,3 +272,15 @@ def test_the_order_of_groups_in_a_forest_does_not_matter() -> None:
     _, left = _tree(model, groups, loss, None)
     _, right = _tree(model, groups[::-1], loss, None)
     assert _worst(left, right) < 1e-12
+
+
+def test_fields_that_ask_for_other_outputs_change_nothing() -> None:
+    """A config.json may say both; hidden states that are given out would stay in memory."""
+    groups, loss = _groups(8)[:1], loss_function(Loss())
+    expected_loss, expected = _tree(_made("qwen3", torch.float64), groups, loss, None)
+    model = _made("qwen3", torch.float64, return_dict=False, output_hidden_states=True)
+    assert model.config.output_hidden_states
+    tree_loss, gradients = _tree(model, groups, loss, None)
+    assert tree_loss == expected_loss
+    assert _worst(expected, gradients) == 0
+    assert not model.config.output_hidden_states

@@ -101,6 +101,8 @@ def prepare(model: nn.Module, *, device: torch.device | None = None) -> LoadedMo
     check_supported(config)
     AttentionInterface.register(ATTENTION_NAME, shared_attention_interface)
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]  # transformers' method
+    # Else every layer's output would be held until the last has run, whatever the plan keeps.
+    config.output_hidden_states = False
     make_precise(model)
     check_modules(model)
     _replace_layers(model)

@@ -201,6 +201,7 @@ class TreeForward:
             input_ids=self._tokens_N[None, start:end],
             position_ids=self._position_N[None, start:end],
             use_cache=False,
+            return_dict=True,  # A model's config.json may say otherwise.
             tree_attention=TreeAttention(attend=attend, carries=keys.carries, kept=kept),
             key_exchange=exchange,
         )
