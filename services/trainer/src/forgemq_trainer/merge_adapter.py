@@ -22,7 +22,12 @@ from forgemq_trainer.storage.adapters import (
     read_adapter,
 )
 from forgemq_trainer.storage.folders import write_folder
-from forgemq_trainer.storage.tensor_files import StoredTensorsError, tensors_of_folder
+from forgemq_trainer.storage.tensor_files import (
+    INDEX_FILE,
+    StoredTensorsError,
+    tensors_of_folder,
+)
+from forgemq_trainer.storage.weights import WEIGHT_SUFFIXES, WEIGHTS_FILE
 
 
 class MergeError(Exception):
@@ -59,9 +64,6 @@ class _PeftSettings(msgspec.Struct, frozen=True, kw_only=True):
 INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Those of peft that leave the base model as it is. The others take B A from its weights, so that
 the adapter belongs to what is left of them and not to the model that it names."""
-
-WEIGHT_SUFFIXES = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
-"""Of files that are not copied: what is not among the model's own weights is not merged either."""
 
 _OFF = (
     "alora_invocation_tokens",
@@ -103,8 +105,10 @@ def merge_adapter(adapter: Path, folder: Path) -> int:
     def fill(draft: Path) -> None:
         nonlocal merged
         for path in sorted(base.iterdir()):
-            is_copied = path.suffix not in WEIGHT_SUFFIXES and not path.name.startswith(".")
-            if path.is_file() and is_copied:
+            # Weights in another form than the model's own are not merged, so they are left out.
+            is_other = path.name.startswith(".") or path.name.endswith(WEIGHT_SUFFIXES)
+            is_index = path.name == INDEX_FILE and base / WEIGHTS_FILE not in files
+            if path.is_file() and (is_index or not is_other):
                 shutil.copyfile(path, draft / path.name)
         for path in files:
             try:

@@ -21,7 +21,8 @@ WEIGHTS_FILE = "model.safetensors"
 UNSHARDED = "1000000GB"
 """Shard size for transformers above that of any model: the file stays one, as one checksum and one
 broadcast order describe it."""
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf")
+"""Of files of a model's folder that are weights, or name some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +198,6 @@ def _model_files(folder: Path) -> list[Path]:
         for path in sorted(folder.iterdir())
         if path.is_file()
         and not path.name.startswith(".")
-        and not path.name.endswith(_WEIGHT_SUFFIXES)
+        and not path.name.endswith(WEIGHT_SUFFIXES)
         and path.name not in ("trainer.json", "README.md")
     ]
