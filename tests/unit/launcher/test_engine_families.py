@@ -16,6 +16,13 @@ LINEAR = Rotary(type="linear", factor=4.0)
         (FamilyConfig(model_type="qwen3", sliding_window=100), False),
         (FamilyConfig(model_type="gemma3_text", sliding_window=100), False),
         (FamilyConfig(model_type="gpt_oss", sliding_window=100), True),
+        (
+            FamilyConfig(
+                model_type="gemma3_text",
+                rope_parameters=Rotary(full_attention={"rope_type": "linear", "factor": 8.0}),
+            ),
+            True,
+        ),
         (FamilyConfig(model_type="llama", max_position_embeddings=4096), False),
         (
             FamilyConfig(model_type="llama", max_position_embeddings=1024, rope_scaling=LINEAR),
@@ -71,6 +78,16 @@ def test_what_the_engine_computes_is_taken(config: FamilyConfig, *, has_gpu: boo
                 model_type="llama", max_position_embeddings=4096, max_sequence_length=2048
             ),
             r"the model's positions, 2048 \(max_sequence_length in",
+        ),
+        *(
+            (
+                FamilyConfig(model_type="gemma3_text", rope_parameters=rotary),
+                r"^model.path: .* gemma3_text with a rotary scaling needs engines on GPUs",
+            )
+            for rotary in (
+                Rotary(rope_type="linear", factor=8.0),
+                Rotary(full_attention={"rope_type": "linear", "factor": 8.0}),
+            )
         ),
         (FamilyConfig(model_type="gpt_oss"), r"^model.path: .* gpt_oss needs engines on GPUs"),
     ],

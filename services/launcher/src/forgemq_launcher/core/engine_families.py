@@ -36,6 +36,8 @@ class Rotary(Struct, frozen=True, kw_only=True):
     factor: Any = None
     """Transformers takes what is no number too, and warns."""
     original_max_position_embeddings: Any = None
+    full_attention: Any = None
+    """Of Gemma 3: that of its layers without a window."""
 
 
 class FamilyConfig(Struct, frozen=True, kw_only=True):
@@ -75,6 +77,14 @@ class FamilyConfig(Struct, frozen=True, kw_only=True):
         return float(rotary.factor) if is_linear and is_read and is_number else 1.0
 
     @property
+    def has_scaling_by_layers(self) -> bool:
+        """Whether layers without a window have a rotary scaling that the others have not."""
+        rotary = self.rope_parameters or self.rope_scaling or Rotary()
+        of_layers = rotary.full_attention
+        own = of_layers.get("rope_type") if isinstance(of_layers, dict) else rotary.rope_type
+        return self.model_type == "gemma3_text" and own not in (None, "default")
+
+    @property
     def window(self) -> int | None:
         """Tokens that a query sees at most in some layer, if SGLang leaves that out; else None."""
         is_used = self.model_type == "mistral" or self.use_sliding_window
@@ -109,6 +119,11 @@ def check_family(config: FamilyConfig, *, context_tokens_max: int, has_gpu: bool
         raise ValueError(
             f"model.path: a model of type {config.model_type} needs engines on GPUs: SGLang's "
             "attention on a CPU has no sinks"
+        )
+    if config.has_scaling_by_layers and not has_gpu:
+        raise ValueError(
+            f"model.path: a model of type {config.model_type} with a rotary scaling needs engines "
+            "on GPUs: SGLang ignores the scaling on a CPU with AMX"
         )
 
 
