@@ -77,7 +77,7 @@ def plan_run(
 def config_file(options: argparse.Namespace, configuration: RunConfiguration) -> Path:
     """The model's config.json: as named, of model.path, or beside the run's file.
 
-    The last is that of the file's own model, so it is none for a path that overrides the file's.
+    The last describes the model that the file names, and is not read if an override names another.
 
     Raises:
         ConfigurationError: there is none.
