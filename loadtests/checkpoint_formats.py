@@ -17,19 +17,17 @@ after the other.
     make load NAME=checkpoint_formats      # 2 minutes on two busy cores
 """
 
-import multiprocessing
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 from measurement import Measurement, arguments
 from msgspec import Struct
+from rank_processes import on_ranks
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
@@ -41,16 +39,14 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from forgemq_settings.ports import free_port
 from forgemq_trainer.ranks.part_saving import PartSaving
-from forgemq_trainer.ranks.ranks import RankLaunch, Ranks
+from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.storage.folders import file_sha256
 from forgemq_trainer.storage.optimizer_state import StatePart, StoredState
 
 _WORLD = 2
 _TENSORS = 48
 _ROWS, _WIDTH = 1024, 1024
-_DEADLINE_S = 120.0
 _CHANGES = 4
 """Bytes that are changed in each file, one after the other, at even distances."""
 
@@ -208,7 +204,7 @@ def _flip(file: Path, place: int) -> None:
         opened.write(bytes([byte ^ 1]))
 
 
-def _measured(name: str, ranks: Ranks, root: Path) -> Saved:
+def _measured(ranks: Ranks, name: str, root: Path) -> Saved:
     state = _state(ranks.rank)
     Path("/proc/self/clear_refs").write_text("5")  # The peak begins again from what is held now.
     before = _resident_bytes("VmRSS")
@@ -254,32 +250,6 @@ def _meet(ranks: Ranks) -> None:
     ranks.all_reduce(torch.zeros(1))
 
 
-def _rank(name: str, rank: int, port: int, folder: Path, connection: Connection) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    launch = RankLaunch(rank=rank, local_rank=rank, world_size=_WORLD, local_world_size=_WORLD)
-    ranks = Ranks(launch=launch, device="cpu", deadline_s=_DEADLINE_S)
-    connection.send(_measured(name, ranks, folder))
-    ranks.close()
-
-
-def measure(name: str, folder: Path) -> list[Saved]:
-    """What each rank measured."""
-    context, port = multiprocessing.get_context("spawn"), free_port()
-    processes, ends = [], []
-    for rank in range(_WORLD):
-        here, there = context.Pipe()
-        process = context.Process(target=_rank, args=(name, rank, port, folder, there))
-        process.start()
-        there.close()
-        processes.append(process)
-        ends.append(here)
-    saved: list[Saved] = [end.recv() for end in ends]
-    for process in processes:
-        process.join()
-    return saved
-
-
 def main() -> int:
     """Measure each way."""
     chosen = arguments(__doc__ or "")
@@ -293,7 +263,7 @@ def main() -> int:
     for name in WAYS:
         if not chosen.case or name in chosen.case:
             with tempfile.TemporaryDirectory() as temporary:
-                saved = measure(name, Path(temporary))
+                saved = on_ranks(_measured, name, Path(temporary), world=_WORLD)
             for metric, unit in _UNITS.items():
                 worst = max(getattr(each, metric) for each in saved)
                 measurement.row(name, metric, worst, unit)

@@ -13,21 +13,18 @@ every pass, so the one that takes less waits for the other. A case is a step of 
 """
 
 import itertools
-import multiprocessing
-import os
 import time
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection
 
 import torch
 from measurement import Measurement, arguments
 from msgspec import Struct
 from rank_plans import HEAD_CHUNK, steps
+from rank_processes import on_ranks
 from torch import nn
 from tree_training import made_model
 
 from forgemq_contracts.loss import Loss
-from forgemq_settings.ports import free_port
 from forgemq_trainer.core.assignment import idle_share, plan_rounds
 from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.core.loss_weights import group_loss_weights
@@ -36,13 +33,12 @@ from forgemq_trainer.core.step import Objective
 from forgemq_trainer.core.traffic import Kept, passes_of
 from forgemq_trainer.core.tree import Forest
 from forgemq_trainer.heap import keep_freed_memory
-from forgemq_trainer.ranks.ranks import RankLaunch, Ranks
+from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.ranks.sharding import ShardedPolicy, shard
 
 QUESTION = "How long do ranks wait for one another in a step that they train?"
 WORLD = 2
 BUDGET_BYTES = 8 * 10**9
-DEADLINE_S = 600.0
 REPEATS = 2
 """The first step of a shape fills the heap, and the last one counts."""
 
@@ -90,33 +86,12 @@ def timed_step(ranks: Ranks, sharded: ShardedPolicy, forests: Sequence[Forest]) 
     )
 
 
-def _rank(rank: int, port: int, cases: Sequence[str], connection: Connection) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
+def timed_steps(ranks: Ranks, cases: Sequence[str]) -> Mapping[str, Timed]:
+    """What this rank took, by case."""
     keep_freed_memory()
-    launch = RankLaunch(rank=rank, local_rank=rank, world_size=WORLD, local_world_size=WORLD)
-    ranks = Ranks(launch=launch, device="cpu", deadline_s=DEADLINE_S)
     sharded = shard(made_model(), ranks=ranks, dtype=torch.float32)
     of_case = steps()
-    connection.send({case: timed_step(ranks, sharded, of_case[case]) for case in cases})
-    ranks.close()
-
-
-def timed_ranks(cases: Sequence[str]) -> list[Mapping[str, Timed]]:
-    """What each rank took, by case."""
-    context, port = multiprocessing.get_context("spawn"), free_port()
-    processes, ends = [], []
-    for rank in range(WORLD):
-        here, there = context.Pipe()
-        process = context.Process(target=_rank, args=(rank, port, cases, there))
-        process.start()
-        there.close()
-        processes.append(process)
-        ends.append(here)
-    timed: list[Mapping[str, Timed]] = [end.recv() for end in ends]
-    for process in processes:
-        process.join()
-    return timed
+    return {case: timed_step(ranks, sharded, of_case[case]) for case in cases}
 
 
 def waited_share(pass_s_of_rank: Sequence[Sequence[float]]) -> float:
@@ -131,7 +106,7 @@ def main() -> int:
     options = arguments(QUESTION)
     measurement = Measurement(name="rank_balance", question=QUESTION)
     cases = [case for case in steps() if not options.case or case in options.case]
-    timed = timed_ranks(cases) if cases else []
+    timed = on_ranks(timed_steps, cases, world=WORLD) if cases else []
     for case in cases:
         of_rank = [each[case] for each in timed]
         waited = waited_share([each.pass_s for each in of_rank])

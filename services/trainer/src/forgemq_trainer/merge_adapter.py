@@ -65,20 +65,7 @@ INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Those of peft that leave the base model as it is. The others take B A from its weights, so that
 the adapter belongs to what is left of them and not to the model that it names."""
 
-_OFF = (
-    "alora_invocation_tokens",
-    "alpha_pattern",
-    "arrow_config",
-    "fan_in_fan_out",
-    "layer_replication",
-    "lora_bias",
-    "modules_to_save",
-    "rank_pattern",
-    "use_bdlora",
-    "use_dora",
-    "use_qalora",
-    "use_rslora",
-)
+_OFF = tuple(field.name for field in msgspec.structs.fields(_PeftSettings) if field.default is None)
 """Settings with which peft computes or trains more than alpha / r times B A, for some of the tokens
 alone, or beside what."""
 

@@ -118,10 +118,7 @@ class ModelShape:
         in_all = parts.norms_kept * self.hidden + heads
         if is_dense:
             return (in_all + parts.dense_mlp_kept) * self.value_bytes
-        chosen = (self.experts_per_token + self.expert_rows) * self.hidden
-        kept = parts.mlp_kept or (EXPERT_KEPT if self.experts else MLP_KEPT)
-        values = in_all + kept * self._computed_mlp_size + parts.shared_mlp_kept + chosen
-        values -= self._unkept_values
+        values = in_all + self._mlp_values
         weights = (self.experts + 2 * self.experts_per_token) * self.wide_bytes
         routes = weights + self.experts_per_token * (ROUTE_BYTES + self.expert_index_bytes)
         if self.expert_ranks > 1:
@@ -214,8 +211,9 @@ class ModelShape:
             ),
             Peak(
                 fixed_bytes=head_grad,
+                # Backward has freed the last layer's MLP before it reaches its attention.
                 token_bytes=kept
-                - self._last_mlp_bytes
+                - max(0, self._mlp_values) * self.value_bytes
                 + self.attention_bytes_per_token(is_carried=is_carried),
             ),
         )
@@ -226,13 +224,12 @@ class ModelShape:
         return tuple(replace(peak, fixed_bytes=peak.fixed_bytes + gathered) for peak in peaks)
 
     @property
-    def _last_mlp_bytes(self) -> int:
-        """What the last layer's backward has freed of a token before it reaches its attention."""
-        parts = self.parts
-        kept = parts.mlp_kept or (EXPERT_KEPT if self.experts else MLP_KEPT)
-        values = kept * self._computed_mlp_size + parts.shared_mlp_kept - self._unkept_values
+    def _mlp_values(self) -> int:
+        """Values kept of a token's MLP or experts, less what its frozen layer need not keep."""
+        kept = self.parts.mlp_kept or (EXPERT_KEPT if self.experts else MLP_KEPT)
+        values = kept * self._computed_mlp_size + self.parts.shared_mlp_kept
         values += (self.experts_per_token + self.expert_rows) * self.hidden
-        return max(0, values) * self.value_bytes
+        return values - self._unkept_values
 
     def attention_bytes_per_token(self, *, is_carried: bool) -> int:
         """The most bytes that one token holds in attention's backward, beside what is kept.
